@@ -1,0 +1,110 @@
+"""What front end and engine say to each other: plain msgspec values, the same over an in-process queue or a socket.
+
+Front end -> engine: Add, Abort, Drain. Engine -> front end: Output (one per request and step that has news), Stats.
+No text crosses: the front end tokenises, detokenises and watches stop strings; the engine knows token ids only.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to choose tokens. Validated once by `engine.sampling_params.validate` before it crosses to the engine.
+
+    temperature <= 1e-5 is greedy; top_k -1 or 0 is off; `seed` None draws one at admission. `logprobs` k returns the
+    chosen token's log-probability and the k best; `prompt_logprobs` likewise for the prompt. `stop` strings live in the
+    front end. `max_tokens` None means the room left in the context.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token and its rank among all (1 = most likely)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Start a sequence. n > 1 is n Adds whose `sample_index` differs; randomness is a function of (seed, sample_index,
+    token index). `want_logits` returns the logits row of every prompt position (Python API, tests)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float = 0.0
+    sample_index: int = 0
+    want_logits: bool = False
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop a sequence now; idempotent, unknown ids are ignored."""
+
+    request_id: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Accept nothing new; stop the loop when the last sequence has finished."""
+
+
+class Output(msgspec.Struct, frozen=True, tag="output"):
+    """News of one sequence: the tokens of this step and, at the end, why it ended.
+
+    logprobs: per new token the chosen one first, then the best; prompt_logprobs: per prompt position (None for the
+    first), sent once with the first output. logits: float32 rows as bytes [len(prompt), vocab], if asked for.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[list[TokenLogprob]] | None = None
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    logits: bytes | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """The engine's state after a step: gauges now, counters since the start, seconds per stage."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    num_free_blocks: int
+    num_preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    prompt_tokens: int
+    generation_tokens: int
+    steps: int
+    stage_seconds: dict[str, float]
+
+
+ToEngine = Add | Abort | Drain
+FromEngine = Output | Stats

@@ -1,0 +1,177 @@
+"""THE DEVICE DOOR: every heavy operation of the model, with shapes. Backends only compute.
+
+A backend owns its arrays (`Array`: numpy float32 for native, torch tensors for reference) and its opaque weights
+(`Bank`). Code in `model/` and `moe/` may apply `+ - * /`, `reshape`, basic and integer indexing and `.shape` to arrays;
+all else is an op here. Communication, balancing and ordering live elsewhere.
+
+Promise of a native op (DESIGN decision 10): an output row depends on its own input row only, in a fixed summation
+order, whatever the batch and the number of threads.
+Letters: T rows, H hidden, N heads, G key/value heads, D query/key width, V value width, E experts, K experts per token,
+M expert rows (T * K without exchange), S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.kernels.batch import ForwardBatch
+from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
+
+Array = Any
+"""A backend's activation array: numpy.ndarray (float32) or torch.Tensor."""
+
+Bank = Any
+"""A backend's opaque weight storage: `count` matrices of [rows, cols], or one vector."""
+
+WeightKind = Literal["f32", "bf16"]
+HostArray = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A ForwardBatch in backend memory. `host` is the batch it came from; all arrays have the lengths given there.
+
+    `ones_counts` [1] holds T: a dense feed-forward is an expert bank of one.
+    """
+
+    host: ForwardBatch
+    token_ids: Array
+    positions: Array
+    query_start: Array
+    context_lens: Array
+    logit_rows: Array
+    block_tables: Array | None
+    slot_mapping: Array | None
+    ones_counts: Array
+
+    @property
+    def num_tokens(self) -> int:
+        return self.host.num_tokens
+
+
+class Routed(NamedTuple):
+    """Router's choice: expert_ids [T, K] (best first; ties: lower id), expert_weights [T, K] float32."""
+
+    expert_ids: Array
+    expert_weights: Array
+
+
+class SortedRows(NamedTuple):
+    """(token, k) pairs grouped by expert. `token` [M]: token row of each sorted row; `position` [T, K]: the sorted row of
+    each pair; `counts` [E]: rows per expert. Stable: within an expert rows keep (token, k) order."""
+
+    token: Array
+    position: Array
+    counts: Array
+
+
+class Regrouped(NamedTuple):
+    """Rows that arrived from several ranks, each sorted by local expert, re-sorted by expert: `order` [M] gathers them,
+    `inverse` [M] undoes it, `counts` [E] rows per local expert. Within an expert: by source rank, then as sent."""
+
+    order: Array
+    inverse: Array
+    counts: Array
+
+
+class Kernels(Protocol):
+    """One backend. Constructed with its own options (threads, ISA, dtype); holds no model."""
+
+    name: str
+
+    # ---- weights and tables, at load -----------------------------------------------------------------------------
+    def allocate(self, count: int, rows: int, cols: int, kind: WeightKind) -> Bank:
+        """Room for `count` matrices [rows, cols] that will multiply as y = x @ W.T; zero until filled."""
+
+    def fill(self, bank: Bank, index: int, row: int, values: HostArray) -> None:
+        """Write `values` [n, cols] into matrix `index` from row `row` on, packing and rounding to the bank's kind."""
+
+    def read(self, bank: Bank, index: int) -> HostArray:
+        """Matrix `index` of a bank as float32 [rows, cols] (tests, export)."""
+
+    def vector(self, values: HostArray) -> Array:
+        """A float32 vector (norm weight, bias, correction bias) in backend memory."""
+
+    def rope_table(self, rope: RopeSpec, max_positions: int) -> Array:
+        """cos and sin of every position: float32 [max_positions, 2, dim/2], from `spec.rope.cos_sin`."""
+
+    def allocate_cache(self, num_slots: int, width: int, kind: WeightKind) -> Array:
+        """Storage of one cache stream: [num_slots, width], zeroed."""
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+    def prepare(self, batch: ForwardBatch) -> Prepared:
+        """Move a batch to backend memory."""
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        """An array as numpy; the only place where values are read on the host."""
+
+    def embed(self, table: Bank, token_ids: Array) -> Array:
+        """Rows of a [vocab, H] bank: [T, H]."""
+
+    def norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """RMSNorm over the last axis: x / sqrt(mean(x^2) + eps) * weight. [T, H] -> [T, H]."""
+
+    def add_norm(self, delta: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+        """(norm(residual + delta), residual + delta)."""
+
+    def linear(self, x: Array, weight: Bank, bias: Array | None = None) -> Array:
+        """x @ W.T (+ bias): [T, cols] -> [T, rows]. The bank holds one matrix."""
+
+    def head_linear(self, x: Array, weight: Bank) -> Array:
+        """One matrix per head: [T, N, cols] -> [T, N, rows]."""
+
+    def mla_inputs(
+        self, query: Array, kv: Array, w_uk: Bank, norm_weight: Array, table: Array, positions: Array, spec: AttentionSpec
+    ) -> tuple[Array, Array]:
+        """Absorbed MLA. query [T, N*(nope+rope)], kv [T, R+rope] -> query [T, N, R+rope], cache rows [T, R+rope].
+
+        The query's nope part of each head goes through `w_uk` (N matrices [R, nope]), its rope part is rotated and
+        follows; the row is RMSNorm(kv[:R]) (eps `spec.latent_norm_eps`) then the rotated kv[R:].
+        """
+
+    def gqa_inputs(
+        self, query: Array, key: Array, norms: tuple[Array, Array] | None, table: Array, positions: Array, spec: AttentionSpec
+    ) -> tuple[Array, Array]:
+        """query [T, N*D], key [T, G*D]: per-head RMSNorm if `norms` (weights of q and k), then rope on the first
+        `spec.rope.dim` channels of each head -> query [T, N, D], key rows [T, G*D]."""
+
+    def cache_write(self, cache: Array, rows: Array, batch: Prepared) -> None:
+        """Store rows [T, width] at `batch.slot_mapping`, rounded to the cache's kind."""
+
+    def attend(self, query: Array, keys: Array, values: Array | None, batch: Prepared, spec: AttentionSpec) -> Array:
+        """Causal attention: query [T, N, D] -> [T, N, V].
+
+        With a cache `keys` and `values` are cache streams read through `batch.block_tables`; without one
+        (`batch.block_tables is None`) they are the step's own rows [T, width] and each sequence sees only itself.
+        `values is None` (MLA): the value is the first `spec.kv_lora_rank` channels of the key row and G = 1.
+        Query head n reads key head n // (N/G). A query sees positions <= its own. Scores in float32.
+        """
+
+    def route(self, x: Array, gate: Bank, bias: Array | None, spec: MoESpec) -> Routed:
+        """Router of `MoESpec`: float32 logits from float32 weights [E, H], selection, weights."""
+
+    def sort_by_expert(self, expert_ids: Array, num_experts: int) -> SortedRows:
+        """Group the T*K (token, k) pairs by expert, stably."""
+
+    def regroup(self, received: NDArray[np.integer]) -> Regrouped:
+        """Order for rows that arrived from R ranks with `received` [R, E] rows per (source, local expert)."""
+
+    def concat(self, parts: list[Array]) -> Array:
+        """Arrays end to end along the first axis."""
+
+    def experts(self, rows: Array, counts: Array, gate_up: Bank, down: Bank) -> Array:
+        """rows [M, H] sorted by expert, counts [E] -> [M, H]: down(silu(gate x) * up x) of each row's expert, unweighted.
+        gate_up: E matrices [2I, H], gate rows first; down: E matrices [H, I]."""
+
+    def combine(self, rows: Array, position: Array, weights: Array, shared: Array | None) -> Array:
+        """sum_k weights[t, k] * rows[position[t, k]] in k order (+ shared): [M, H] -> [T, H]."""
+
+    def sigmoid_scale(self, x: Array, gate: Array) -> Array:
+        """x * sigmoid(gate), gate [T, 1]: Qwen2-MoE's shared-expert gate."""
+
+    def head(self, x: Array, weight: Bank) -> Array:
+        """Logits: [M, H] -> float32 [M, vocab]."""

@@ -1,0 +1,180 @@
+"""Which checkpoint tensor goes where: one table per model, read forwards by the loader and backwards by export.
+
+`weight_layout(spec)` names the banks and vectors that `Transformer` asks for; `tensor_table(spec)` maps each Hugging
+Face tensor name to parts of them. Nothing here reads a file or holds an array. MLA's `kv_b_proj` is split per head into
+`w_uk` (transposed, absorbed into the query) and `w_uv`; an MTP block's `eh_proj` into its embedding and hidden halves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec
+
+
+@dataclass(frozen=True, slots=True)
+class BankSpec:
+    """`count` matrices [rows, cols]; `keep_f32`: never narrowed (the router)."""
+
+    count: int
+    rows: int
+    cols: int
+    keep_f32: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Slice `tensor[row0:row1, col0:col1]` (transposed if asked) goes to matrix `index` of `bank` from row `at` on.
+
+    A vector's part has only `bank`.
+    """
+
+    bank: str
+    index: int = 0
+    at: int = 0
+    rows: tuple[int, int] | None = None
+    cols: tuple[int, int] | None = None
+    transpose: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One checkpoint tensor: its shape as stored and the parts it fills."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(slots=True)
+class WeightLayout:
+    """Banks and vectors by key, and the checkpoint tensors that fill them."""
+
+    banks: dict[str, BankSpec] = field(default_factory=dict)
+    vectors: dict[str, int] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+
+    def bank(self, key: str, tensor: str, rows: int, cols: int, *, keep_f32: bool = False) -> None:
+        """A bank of one matrix that one tensor fills."""
+        self.banks[key] = BankSpec(1, rows, cols, keep_f32)
+        self.tensors[tensor] = TensorEntry((rows, cols), (Part(key),))
+
+    def vector(self, key: str, tensor: str, size: int) -> None:
+        self.vectors[key] = size
+        self.tensors[tensor] = TensorEntry((size,), (Part(key),))
+
+
+def weight_layout(spec: ModelSpec, *, mtp: bool = True) -> WeightLayout:
+    """The whole model's banks, vectors and tensors, in file order; with `mtp` the blocks past the last layer too.
+
+    With tied embeddings there is no `head` bank: the model uses `embed`.
+    """
+    layout = WeightLayout()
+    hidden = spec.hidden_size
+    layout.bank("embed", "model.embed_tokens.weight", spec.vocab_size, hidden)
+    for index, layer in enumerate(spec.layers):
+        _layer(layout, f"layers.{index}", f"model.layers.{index}", layer, spec)
+    layout.vector("norm", "model.norm.weight", hidden)
+    if not spec.tie_embeddings:
+        layout.bank("head", "lm_head.weight", spec.vocab_size, hidden)
+    if mtp:
+        for depth, layer in enumerate(spec.mtp_layers):
+            _mtp(layout, depth, f"model.layers.{len(spec.layers) + depth}", layer, spec)
+    return layout
+
+
+def _mtp(layout: WeightLayout, depth: int, source: str, layer: LayerSpec, spec: ModelSpec) -> None:
+    key, hidden = f"mtp.{depth}", spec.hidden_size
+    layout.vector(f"{key}.enorm", f"{source}.enorm.weight", hidden)
+    layout.vector(f"{key}.hnorm", f"{source}.hnorm.weight", hidden)
+    layout.banks[f"{key}.e_proj"] = BankSpec(1, hidden, hidden)
+    layout.banks[f"{key}.h_proj"] = BankSpec(1, hidden, hidden)
+    halves = (
+        Part(f"{key}.e_proj", cols=(0, hidden)),
+        Part(f"{key}.h_proj", cols=(hidden, 2 * hidden)),
+    )
+    layout.tensors[f"{source}.eh_proj.weight"] = TensorEntry((hidden, 2 * hidden), halves)
+    _layer(layout, f"{key}.layer", source, layer, spec)
+    layout.vector(f"{key}.norm", f"{source}.shared_head.norm.weight", hidden)
+
+
+def _layer(layout: WeightLayout, key: str, source: str, layer: LayerSpec, spec: ModelSpec) -> None:
+    hidden = spec.hidden_size
+    layout.vector(f"{key}.attention_norm", f"{source}.input_layernorm.weight", hidden)
+    attention = _mla if layer.attention.kind == "mla" else _gqa
+    attention(layout, f"{key}.attention", f"{source}.self_attn", layer.attention, hidden)
+    layout.vector(f"{key}.ffn_norm", f"{source}.post_attention_layernorm.weight", hidden)
+    if isinstance(layer.ffn, DenseSpec):
+        _gated_mlp(layout, f"{key}.ffn", f"{source}.mlp", layer.ffn.intermediate_size, hidden)
+    else:
+        _moe(layout, f"{key}.ffn", source, layer.ffn, spec)
+
+
+def _linear(layout: WeightLayout, key: str, source: str, rows: int, cols: int, *, bias: bool = False) -> None:
+    layout.bank(key, f"{source}.weight", rows, cols)
+    if bias:
+        layout.vector(f"{key}.bias", f"{source}.bias", rows)
+
+
+def _mla(layout: WeightLayout, key: str, source: str, spec: AttentionSpec, hidden: int) -> None:
+    heads, rank, nope, value = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim, spec.v_head_dim
+    if spec.q_lora_rank is None:
+        _linear(layout, f"{key}.q", f"{source}.q_proj", heads * spec.qk_head_dim, hidden)
+    else:
+        _linear(layout, f"{key}.q_a", f"{source}.q_a_proj", spec.q_lora_rank, hidden, bias=spec.q_bias)
+        layout.vector(f"{key}.q_norm", f"{source}.q_a_layernorm.weight", spec.q_lora_rank)
+        _linear(layout, f"{key}.q_b", f"{source}.q_b_proj", heads * spec.qk_head_dim, spec.q_lora_rank)
+    _linear(layout, f"{key}.kv_a", f"{source}.kv_a_proj_with_mqa", spec.latent_width, hidden, bias=spec.q_bias)
+    layout.vector(f"{key}.kv_norm", f"{source}.kv_a_layernorm.weight", rank)
+    layout.banks[f"{key}.w_uk"] = BankSpec(heads, rank, nope)
+    layout.banks[f"{key}.w_uv"] = BankSpec(heads, value, rank)
+    parts: list[Part] = []
+    for head in range(heads):
+        row = head * (nope + value)
+        parts.append(Part(f"{key}.w_uk", head, rows=(row, row + nope), transpose=True))
+        parts.append(Part(f"{key}.w_uv", head, rows=(row + nope, row + nope + value)))
+    layout.tensors[f"{source}.kv_b_proj.weight"] = TensorEntry((heads * (nope + value), rank), tuple(parts))
+    _linear(layout, f"{key}.o", f"{source}.o_proj", hidden, heads * value, bias=spec.o_bias)
+
+
+def _gqa(layout: WeightLayout, key: str, source: str, spec: AttentionSpec, hidden: int) -> None:
+    widths = {
+        "q": spec.num_heads * spec.qk_head_dim,
+        "k": spec.num_kv_heads * spec.qk_head_dim,
+        "v": spec.num_kv_heads * spec.v_head_dim,
+    }
+    for name, width in widths.items():
+        _linear(layout, f"{key}.{name}", f"{source}.{name}_proj", width, hidden, bias=spec.q_bias)
+    if spec.qk_norm:
+        layout.vector(f"{key}.q_norm", f"{source}.q_norm.weight", spec.qk_head_dim)
+        layout.vector(f"{key}.k_norm", f"{source}.k_norm.weight", spec.qk_head_dim)
+    _linear(layout, f"{key}.o", f"{source}.o_proj", hidden, spec.num_heads * spec.v_head_dim, bias=spec.o_bias)
+
+
+def _gated_mlp(layout: WeightLayout, key: str, source: str, inner: int, hidden: int) -> None:
+    layout.banks[f"{key}.gate_up"] = BankSpec(1, 2 * inner, hidden)
+    layout.banks[f"{key}.down"] = BankSpec(1, hidden, inner)
+    layout.tensors[f"{source}.gate_proj.weight"] = TensorEntry((inner, hidden), (Part(f"{key}.gate_up"),))
+    layout.tensors[f"{source}.up_proj.weight"] = TensorEntry((inner, hidden), (Part(f"{key}.gate_up", at=inner),))
+    layout.tensors[f"{source}.down_proj.weight"] = TensorEntry((hidden, inner), (Part(f"{key}.down"),))
+
+
+def _moe(layout: WeightLayout, key: str, layer_source: str, moe: MoESpec, spec: ModelSpec) -> None:
+    hidden, inner, count = spec.hidden_size, moe.intermediate_size, moe.num_experts
+    mixtral = spec.model_type == "mixtral"
+    source = f"{layer_source}.block_sparse_moe" if mixtral else f"{layer_source}.mlp"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    layout.bank(f"{key}.gate", f"{source}.gate.weight", count, hidden, keep_f32=True)
+    if moe.correction_bias:
+        layout.vector(f"{key}.correction_bias", f"{source}.gate.e_score_correction_bias", count)
+    layout.banks[f"{key}.gate_up"] = BankSpec(count, 2 * inner, hidden)
+    layout.banks[f"{key}.down"] = BankSpec(count, hidden, inner)
+    for e in range(count):
+        expert = f"{source}.experts.{e}"
+        layout.tensors[f"{expert}.{gate}.weight"] = TensorEntry((inner, hidden), (Part(f"{key}.gate_up", e),))
+        layout.tensors[f"{expert}.{up}.weight"] = TensorEntry((inner, hidden), (Part(f"{key}.gate_up", e, inner),))
+        layout.tensors[f"{expert}.{down}.weight"] = TensorEntry((hidden, inner), (Part(f"{key}.down", e),))
+    if moe.shared_intermediate_size:
+        shared = "shared_expert" if spec.model_type == "qwen2_moe" else "shared_experts"
+        _gated_mlp(layout, f"{key}.shared", f"{source}.{shared}", moe.shared_intermediate_size, hidden)
+    if moe.shared_gate:
+        layout.bank(f"{key}.shared_gate", f"{source}.shared_expert_gate.weight", 1, hidden)

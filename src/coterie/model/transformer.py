@@ -1,0 +1,179 @@
+"""Transformer: the decoder stack of any ModelSpec, as one generator over whatever kernels and transport it was given.
+
+Not here: which tensor fills which weight (`names`, `loader`), the schedule, sampling. `Weights` is a plain mapping from
+the keys of `model.names` to backend banks and vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.comm.transport import Handle, LocalTransport, Transport
+from coterie.kernels.api import Array, Bank, Kernels, Prepared
+from coterie.model.attention import Attention, GroupedAttention, LatentAttention, LayerCache, Linear
+from coterie.moe.dispatch import Dispatcher
+from coterie.moe.experts import Experts
+from coterie.moe.layer import MoELayer
+from coterie.moe.router import Router
+from coterie.observe.expert_load import ExpertLoad
+from coterie.observe.stages import StageTimer
+from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
+
+Weights = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What every block of one rank shares: kernels, transport, the stage timer and the expert-load recorder."""
+
+    kernels: Kernels
+    transport: Transport
+    timer: StageTimer
+    load: ExpertLoad | None = None
+
+    @classmethod
+    def local(cls, kernels: Kernels) -> Runtime:
+        """A single rank that records nothing."""
+        return cls(kernels, LocalTransport(), StageTimer())
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Pre-norm attention and feed-forward around a plain residual."""
+
+    attention_norm: Array
+    attention: Attention
+    ffn_norm: Array
+    ffn: Experts | MoELayer
+    eps: float
+    runtime: Runtime
+
+    def stages(
+        self, delta: Array, residual: Array | None, batch: Prepared, cache: LayerCache
+    ) -> Generator[Handle, None, tuple[Array, Array]]:
+        """(delta, residual) -> the same after this layer; the layer's input is their sum (delta alone at the bottom)."""
+        kernels = self.runtime.kernels
+        if residual is None:
+            x, residual = kernels.norm(delta, self.attention_norm, self.eps), delta
+        else:
+            x, residual = kernels.add_norm(delta, residual, self.attention_norm, self.eps)
+        delta = self.attention.forward(x, batch, cache)
+        x, residual = kernels.add_norm(delta, residual, self.ffn_norm, self.eps)
+        self.runtime.timer.lap("attention")
+        if isinstance(self.ffn, MoELayer):
+            delta = yield from self.ffn.stages(x, batch)
+        else:
+            delta = self.ffn.forward(x, batch.ones_counts)
+            self.runtime.timer.lap("experts")
+        return delta, residual
+
+
+class Transformer:
+    """The model on one rank."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, runtime: Runtime, max_positions: int | None = None) -> None:
+        self.spec = spec
+        self.runtime = runtime
+        self.embedding: Bank = weights["embed"]
+        self.head: Bank = weights["embed"] if spec.tie_embeddings else weights["head"]
+        self.norm: Array = weights["norm"]
+        builder = LayerBuilder(spec, weights, runtime, max_positions or spec.max_positions)
+        self.layers = [builder.layer(f"layers.{i}", i, layer) for i, layer in enumerate(spec.layers)]
+
+    def stages(self, batch: Prepared, caches: list[LayerCache] | None = None) -> Generator[Handle, None, Array]:
+        """The step's rows -> hidden states [T, H] after the final norm (what the head and an MTP block read).
+
+        `caches` holds one mapping of streams per layer; None runs packed sequences without a cache.
+        """
+        self.runtime.timer.start()
+        delta, residual = self.runtime.kernels.embed(self.embedding, batch.token_ids), None
+        for index, layer in enumerate(self.layers):
+            cache = {} if caches is None else caches[index]
+            delta, residual = yield from layer.stages(delta, residual, batch, cache)
+        hidden, _ = self.runtime.kernels.add_norm(delta, residual, self.norm, self.spec.norm_eps)
+        self.runtime.timer.lap("other")
+        return hidden
+
+    def logits(self, hidden: Array) -> Array:
+        """Final-norm hidden rows [M, H] -> float32 logits [M, vocab]."""
+        logits = self.runtime.kernels.head(hidden, self.head)
+        self.runtime.timer.lap("head")
+        return logits
+
+
+class LayerBuilder:
+    """Decoder layers from a spec and a weight mapping; rope tables are shared between layers that agree."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, runtime: Runtime, max_positions: int) -> None:
+        self.spec, self.weights, self.runtime, self.max_positions = spec, weights, runtime, max_positions
+        self._ropes: dict[RopeSpec, Array] = {}
+
+    def layer(self, key: str, index: int, layer: LayerSpec) -> DecoderLayer:
+        """The layer whose weights start with `key`; `index` is its row in the expert-load record."""
+        build = self._latent if layer.attention.kind == "mla" else self._grouped
+        return DecoderLayer(
+            self.weights[f"{key}.attention_norm"],
+            build(f"{key}.attention", layer.attention),
+            self.weights[f"{key}.ffn_norm"],
+            self._ffn(f"{key}.ffn", index, layer.ffn),
+            self.spec.norm_eps,
+            self.runtime,
+        )
+
+    def _rope(self, rope: RopeSpec) -> Array:
+        if rope not in self._ropes:
+            self._ropes[rope] = self.runtime.kernels.rope_table(rope, self.max_positions)
+        return self._ropes[rope]
+
+    def _linear(self, key: str) -> Linear:
+        return Linear(self.weights[key], self.weights.get(f"{key}.bias"), self.runtime.kernels)
+
+    def _latent(self, key: str, spec: AttentionSpec) -> LatentAttention:
+        single = spec.q_lora_rank is None
+        return LatentAttention(
+            spec=spec,
+            q_a=None if single else self._linear(f"{key}.q_a"),
+            q_norm=None if single else self.weights[f"{key}.q_norm"],
+            q_b=self._linear(f"{key}.q" if single else f"{key}.q_b"),
+            kv_a=self._linear(f"{key}.kv_a"),
+            kv_norm=self.weights[f"{key}.kv_norm"],
+            w_uk=self.weights[f"{key}.w_uk"],
+            w_uv=self.weights[f"{key}.w_uv"],
+            o=self._linear(f"{key}.o"),
+            rope=self._rope(spec.rope),
+            kernels=self.runtime.kernels,
+        )
+
+    def _grouped(self, key: str, spec: AttentionSpec) -> GroupedAttention:
+        norms = (self.weights[f"{key}.q_norm"], self.weights[f"{key}.k_norm"]) if spec.qk_norm else None
+        return GroupedAttention(
+            spec=spec,
+            q=self._linear(f"{key}.q"),
+            k=self._linear(f"{key}.k"),
+            v=self._linear(f"{key}.v"),
+            o=self._linear(f"{key}.o"),
+            norms=norms,
+            rope=self._rope(spec.rope),
+            kernels=self.runtime.kernels,
+        )
+
+    def _ffn(self, key: str, index: int, ffn: DenseSpec | MoESpec) -> Experts | MoELayer:
+        weights, runtime = self.weights, self.runtime
+        if isinstance(ffn, DenseSpec):
+            return self._experts(key)
+        return MoELayer(
+            layer=index,
+            router=Router(ffn, weights[f"{key}.gate"], weights.get(f"{key}.correction_bias"), runtime.kernels),
+            dispatcher=Dispatcher(ffn.num_experts, runtime.transport, runtime.kernels),
+            experts=self._experts(key),
+            shared=self._experts(f"{key}.shared") if ffn.shared_intermediate_size else None,
+            shared_gate=weights.get(f"{key}.shared_gate"),
+            kernels=runtime.kernels,
+            timer=runtime.timer,
+            load=runtime.load,
+        )
+
+    def _experts(self, key: str) -> Experts:
+        return Experts(self.weights[f"{key}.gate_up"], self.weights[f"{key}.down"], self.runtime.kernels)

@@ -1,0 +1,52 @@
+"""MoELayer: route, dispatch, experts (+ shared), combine. The only MoE forward; plain, EP and overlapped runs drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from coterie.comm.transport import Handle
+from coterie.kernels.api import Array, Bank, Kernels, Prepared
+from coterie.moe.dispatch import Dispatcher
+from coterie.moe.experts import Experts
+from coterie.moe.router import Router
+from coterie.observe.expert_load import ExpertLoad
+from coterie.observe.stages import StageTimer
+
+
+@dataclass(frozen=True, slots=True)
+class MoELayer:
+    """One layer's routed and shared experts. `load` (if any) is handed the expert counts, which stay in backend memory."""
+
+    layer: int
+    router: Router
+    dispatcher: Dispatcher
+    experts: Experts
+    shared: Experts | None
+    shared_gate: Bank | None
+    kernels: Kernels
+    timer: StageTimer
+    load: ExpertLoad | None = None
+
+    def stages(self, x: Array, batch: Prepared) -> Generator[Handle, None, Array]:
+        """x [T, H] -> [T, H]; yields where communication would be waited for."""
+        routed = self.router.route(x)
+        self.timer.lap("router")
+        dispatched = yield from self.dispatcher.dispatch(x, routed)
+        if self.load is not None:
+            self.load.record(self.layer, dispatched.sorted.counts)
+        self.timer.lap("dispatch")
+        shared = self._shared(x, batch)
+        outputs = self.experts.forward(dispatched.rows, dispatched.counts)
+        self.timer.lap("experts")
+        hidden = yield from self.dispatcher.combine(outputs, dispatched, routed, shared)
+        self.timer.lap("combine")
+        return hidden
+
+    def _shared(self, x: Array, batch: Prepared) -> Array | None:
+        if self.shared is None:
+            return None
+        out = self.shared.forward(x, batch.ones_counts)
+        if self.shared_gate is None:
+            return out
+        return self.kernels.sigmoid_scale(out, self.kernels.linear(x, self.shared_gate))

@@ -1,0 +1,25 @@
+"""Pure data and arithmetic: what a model, a machine and a deployment are. No torch, no arrays, no I/O but JSON."""
+
+from coterie.spec.errors import SpecError
+from coterie.spec.model import (
+    AttentionSpec,
+    CacheStream,
+    DenseSpec,
+    Fp8BlockQuant,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    RopeSpec,
+)
+
+__all__ = [
+    "AttentionSpec",
+    "CacheStream",
+    "DenseSpec",
+    "Fp8BlockQuant",
+    "LayerSpec",
+    "MoESpec",
+    "ModelSpec",
+    "RopeSpec",
+    "SpecError",
+]

@@ -1,0 +1,267 @@
+"""ModelSpec: what a model *is*, as frozen values, and every number that follows from that.
+
+Families are values, not classes: a model is a tuple of `LayerSpec(attention, ffn)`, so a hybrid is no special case.
+Parameters, weight bytes, KV bytes and FLOPs per token are derived here and only here; `plan` and `serve` read the same numbers.
+This file holds no parsing (`spec/hf.py` reads a Hugging Face config), no tensor names (`model/names.py`) and no arrays.
+Shape letters: H hidden, N heads, E experts, K experts per token, I intermediate width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding of the first `dim` channels of a head, or of MLA's separate rope part.
+
+    `interleaved` rotates channels (2i, 2i+1); otherwise (i, i + dim/2). `attention_factor` multiplies cos and sin and is
+    already resolved (YaRN's m(mscale)/m(mscale_all_dim), or what the file says); the softmax's share of YaRN is in
+    `AttentionSpec.softmax_scale`. Angles: `spec/rope.py`.
+    """
+
+    dim: int
+    theta: float
+    interleaved: bool
+    scaling: Literal["default", "linear", "yarn", "llama3"] = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStream:
+    """What one layer keeps per token (or per sequence). MLA's latent is one `append` stream, 576 wide, one row a token."""
+
+    name: str
+    kind: Literal["append", "ring", "state"]
+    width: int
+    tokens_per_row: int = 1
+    span: int = 0
+    owner_layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """MLA or GQA. MLA: `qk_head_dim` = `qk_nope_head_dim` + `qk_rope_head_dim`, one shared latent of `kv_lora_rank` + rope.
+
+    `q_bias`/`o_bias`: GQA has the first on q, k and v; MLA on q_a and kv_a (never on q_b, kv_b or a single q_proj).
+    """
+
+    kind: Literal["mla", "gqa"]
+    num_heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+    rope: RopeSpec
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 0
+    latent_norm_eps: float = 1e-6
+    q_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+
+    @property
+    def latent_width(self) -> int:
+        """Width of MLA's cache row: the compressed latent and the shared rope key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def cache_streams(self) -> tuple[CacheStream, ...]:
+        if self.kind == "mla":
+            return (CacheStream("latent", "append", self.latent_width),)
+        return (
+            CacheStream("key", "append", self.num_kv_heads * self.qk_head_dim),
+            CacheStream("value", "append", self.num_kv_heads * self.v_head_dim),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """A gated MLP: down(silu(gate x) * up x)."""
+
+    intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """Routed and shared experts of one layer; the router's rule is DeepSeek's unless a value says otherwise.
+
+    Selection sees score + correction bias, weights use the unbiased score. `num_groups` <= 1 means plain top-k;
+    otherwise the best `topk_groups` groups stay and all other experts are excluded with -inf. `group_score`: V2 `max`,
+    V3 `top2_sum`. Weights: normalised by (sum + `norm_epsilon`) if `normalize`, then multiplied by
+    `routed_scaling_factor` unless (`normalize` and not `scale_normalized`): the V2 exception. The shared expert is
+    never scaled; `shared_gate` multiplies it by sigmoid(x . g) (Qwen2-MoE).
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    correction_bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"
+    normalize: bool = False
+    norm_epsilon: float = 0.0
+    scale_normalized: bool = True
+    routed_scaling_factor: float = 1.0
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer: pre-norm attention, pre-norm feed-forward, plain residual."""
+
+    attention: AttentionSpec
+    ffn: DenseSpec | MoESpec
+    residual: Literal["plain"] = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8BlockQuant:
+    """DeepSeek's FP8 checkpoint format: e4m3 weights, one fp32 multiplier per (rows x cols) block, last blocks short."""
+
+    block_rows: int = 128
+    block_cols: int = 128
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A whole model. `layers` are the decoder layers; `mtp_layers` the multi-token-prediction blocks after them.
+
+    `ignored_fields` lists config keys that were seen and cannot alter the mathematics; the loader reports them.
+    `dtype` is the checkpoint's declared weight type ("float32", "bfloat16", "float16").
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    norm_eps: float
+    max_positions: int
+    tie_embeddings: bool = False
+    mtp_layers: tuple[LayerSpec, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
+    quantization: Fp8BlockQuant | None = None
+    ignored_fields: tuple[str, ...] = ()
+
+    @classmethod
+    def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelSpec:
+        """Read a `config.json` (a path to it, its folder, or the parsed mapping). See `spec/hf.py` for the rules.
+
+        Raises `SpecError` for an unknown family, a missing field or an unknown field that may alter the mathematics.
+        """
+        from coterie.spec.hf import spec_from_hf
+
+        return spec_from_hf(source)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """All weights of the main model (embedding, layers, final norm, head unless tied); MTP blocks excluded."""
+        total = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2) + self.hidden_size
+        return total + sum(layer_parameters(layer, self.hidden_size) for layer in self.layers)
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Weights that one token multiplies: all but unselected routed experts and the embedding row look-up."""
+        total = self.vocab_size * self.hidden_size + self.hidden_size
+        return total + sum(layer_parameters(layer, self.hidden_size, active_only=True) for layer in self.layers)
+
+    @cached_property
+    def num_mtp_parameters(self) -> int:
+        """MTP blocks: a decoder layer, three norms and the 2H -> H projection each (embedding and head are shared)."""
+        extra = 2 * self.hidden_size * self.hidden_size + 3 * self.hidden_size
+        return sum(layer_parameters(layer, self.hidden_size) + extra for layer in self.mtp_layers)
+
+    def weight_bytes(self, bytes_per_value: float = 2) -> int:
+        """Bytes of the main model's weights at a uniform width."""
+        return round(self.num_parameters * bytes_per_value)
+
+    def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
+        """Bytes that one token adds to the cache over all decoder layers (append streams that own storage)."""
+        width = sum(
+            stream.width / stream.tokens_per_row
+            for layer in self.layers
+            for stream in layer.attention.cache_streams
+            if stream.kind == "append" and stream.owner_layer is None
+        )
+        return round(width * bytes_per_value)
+
+    def flops_per_token(self, context: int = 0) -> int:
+        """Multiply-adds x 2 for one token at a context length, attention absorbed for MLA (scores and values)."""
+        attention = 0
+        for layer in self.layers:
+            spec = layer.attention
+            widths = (spec.latent_width + spec.kv_lora_rank) if spec.kind == "mla" else (spec.qk_head_dim + spec.v_head_dim)
+            attention += spec.num_heads * widths * context
+        return 2 * (self.num_active_parameters - self._vector_parameters() + attention)
+
+    def _vector_parameters(self) -> int:
+        """Norm weights and biases, which are counted as parameters but are not matrix products."""
+        return self.hidden_size + sum(_layer_vectors(layer, self.hidden_size) for layer in self.layers)
+
+    def moe_layers(self) -> Iterator[tuple[int, MoESpec]]:
+        """(layer index, MoESpec) of every decoder layer that routes."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer.ffn, MoESpec):
+                yield index, layer.ffn
+
+
+def attention_parameters(spec: AttentionSpec, hidden_size: int) -> int:
+    """Weights and biases of one attention block, input norm excluded."""
+    heads = spec.num_heads
+    if spec.kind == "mla":
+        q_out = heads * spec.qk_head_dim
+        rank = spec.q_lora_rank
+        query = hidden_size * q_out if rank is None else hidden_size * rank + rank + rank * q_out
+        latent = hidden_size * spec.latent_width + spec.kv_lora_rank
+        expand = spec.kv_lora_rank * heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+        out = heads * spec.v_head_dim * hidden_size
+        bias = spec.q_bias * ((rank or 0) + spec.latent_width) + spec.o_bias * hidden_size
+        return query + latent + expand + out + bias
+    q_width, k_width = heads * spec.qk_head_dim, spec.num_kv_heads * spec.qk_head_dim
+    v_width = spec.num_kv_heads * spec.v_head_dim
+    matrices = hidden_size * (q_width + k_width + v_width) + heads * spec.v_head_dim * hidden_size
+    norms = 2 * spec.qk_head_dim * spec.qk_norm
+    return matrices + norms + spec.q_bias * (q_width + k_width + v_width) + spec.o_bias * hidden_size
+
+
+def layer_parameters(layer: LayerSpec, hidden_size: int, *, active_only: bool = False) -> int:
+    """Weights of one decoder layer with its two norms; `active_only` counts top-k experts instead of all."""
+    total = 2 * hidden_size + attention_parameters(layer.attention, hidden_size)
+    ffn = layer.ffn
+    if isinstance(ffn, DenseSpec):
+        return total + 3 * hidden_size * ffn.intermediate_size
+    experts = ffn.top_k if active_only else ffn.num_experts
+    router = ffn.num_experts * hidden_size + ffn.num_experts * ffn.correction_bias
+    shared = 3 * hidden_size * ffn.shared_intermediate_size + hidden_size * ffn.shared_gate
+    return total + experts * 3 * hidden_size * ffn.intermediate_size + router + shared
+
+
+def _layer_vectors(layer: LayerSpec, hidden_size: int) -> int:
+    spec, ffn = layer.attention, layer.ffn
+    vectors = 2 * hidden_size + spec.o_bias * hidden_size
+    if spec.kind == "mla":
+        vectors += (spec.q_lora_rank or 0) + spec.kv_lora_rank
+        vectors += spec.q_bias * ((spec.q_lora_rank or 0) + spec.latent_width)
+    else:
+        widths = (spec.num_heads + spec.num_kv_heads) * spec.qk_head_dim + spec.num_kv_heads * spec.v_head_dim
+        vectors += 2 * spec.qk_head_dim * spec.qk_norm + spec.q_bias * widths
+    return vectors + (ffn.num_experts * ffn.correction_bias if isinstance(ffn, MoESpec) else 0)
