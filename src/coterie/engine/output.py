@@ -1,0 +1,61 @@
+"""What a caller of the engine sees: text and tokens of each choice, as deltas while they come and as a whole at the end.
+
+Only values; `engine.detokenizer` makes the text, `engine.frontend` assembles these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coterie.engine.messages import FinishReason, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """News of one choice (0 .. n-1). `text` is safe to show (no split character, no possible start of a stop string).
+
+    `token_ids` and `logprobs` are this delta's; tokens past a stop string are neither shown nor counted.
+    `stop_reason`: the stop string or stop token id that ended it, if one did.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Seconds on the monotonic clock; None until it happened."""
+
+    arrival: float
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[list[TokenLogprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A finished request: prompt, choices, usage and times. `prompt_logprobs[i]` belongs to prompt token i (first None)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+    times: RequestTimes | None = None

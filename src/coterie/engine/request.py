@@ -1,0 +1,79 @@
+"""Request: one running sequence inside the engine, and the frozen Schedule that one step executes.
+
+States: WAITING (in the queue; nothing allocated) -> RUNNING (owns blocks) -> FINISHED. Preemption takes RUNNING back to
+WAITING with its tokens kept and its blocks given up (recompute). Only the scheduler changes a Request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from coterie.engine.messages import FinishReason, SamplingParams
+
+
+class Status(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`token_ids` is prompt + generated; `num_computed_tokens` of them have cache rows. A request that has computed all
+    its tokens but the last is decoding: no phase is stored. `num_cached_tokens` came from the prefix cache at the first
+    admission."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_total_tokens: int
+    arrival_time: float = 0.0
+    sample_index: int = 0
+    seed: int = 0
+    want_logits: bool = False
+    status: Status = Status.WAITING
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """Whether every prompt position's logits are wanted: such a request never reuses cached prompt pages."""
+        return self.want_logits or self.params.prompt_logprobs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """Compute `num_tokens` tokens of `request` from position `start` on. `samples`: the last row's logits give a token."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step's work, in execution order, and who lost their blocks to make it possible."""
+
+    entries: tuple[ScheduledRequest, ...]
+    preempted: tuple[Request, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.entries)
