@@ -1,0 +1,62 @@
+# make serve   install into .venv and serve the shipped model on http://127.0.0.1:$(PORT)
+# make test    install what the tests need as well, then run the fast and the slow set on the installed wheel
+# make lint    ruff and mypy;  make wheel  build dist/*.whl;  make clean  remove what was built
+# Everything is installed from a wheel that is rebuilt only when a source, CMakeLists.txt or pyproject.toml changed.
+
+PYTHON ?= python3
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?=
+SERVE_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+SOURCES := $(shell find src -type f -not -path '*/__pycache__/*') CMakeLists.txt pyproject.toml README.md LICENSE
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: serve test test-fast test-slow lint wheel clean
+.DELETE_ON_ERROR:
+
+serve: $(STAMPS)/core
+	@$(BIN)/coterie serve $(MODEL) --host $(HOST) --port $(PORT) $(SERVE_ARGS)
+
+test: test-fast test-slow
+
+# Exit code 5 of pytest means that no test carries the mark, which is no failure.
+test-fast: $(STAMPS)/dev
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: test-fast
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+wheel: $(STAMPS)/wheel
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/wheel: $(STAMPS)/venv $(SOURCES)
+	@command -v $(or $(CXX),c++) >/dev/null || { echo "a C++20 compiler is needed (Debian: apt-get install g++)"; exit 1; }
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@touch $@
+
+# An installed copy of the same version is removed first: pip would keep it.
+$(STAMPS)/core: $(STAMPS)/wheel
+	@$(BIN)/python -m pip uninstall --quiet --yes coterie 2>/dev/null
+	$(INSTALL) dist/coterie-*.whl
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/core
+	$(INSTALL) "$$(ls dist/coterie-*.whl)[dev]"
+	@touch $@

@@ -1,0 +1,95 @@
+"""One in-process engine for `generate` and `chat`: launch it with progress, stream one answer, measure it, stop it.
+
+Synchronous outside, asynchronous inside: the event loop runs only while something is asked. Not a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from coterie.cli.common import LoadProgress, Timing, engine_config, error_console, model_folder
+from coterie.engine.frontend import AsyncEngine
+from coterie.engine.messages import FinishReason, SamplingParams
+from coterie.engine.output import PromptInfo
+from coterie.spec.errors import CoterieError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one prompt gave. `stage_seconds` are the engine's own, for this answer only."""
+
+    output_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    num_cached_tokens: int
+    timing: Timing
+    stage_seconds: Mapping[str, float]
+
+
+class LocalEngine:
+    """Owns an AsyncEngine and the event loop it is asked from; use as a context manager."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._runner = asyncio.Runner()
+        started = time.monotonic()
+        with LoadProgress(error_console()) as progress:
+            self.engine = AsyncEngine.launch(model_folder(values), engine_config(values), progress=progress)
+        self.load_seconds = time.monotonic() - started
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._runner.run(self.engine.shutdown(drain=False))
+        self._runner.close()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Turn text into token ids; without a tokenizer the model takes ids only."""
+        if self.engine.tokenizer is None:
+            raise CoterieError(
+                f"{self.engine.model_name} has no tokenizer.json, so text cannot be read; use generate --prompt-ids 1,2,3"
+            )
+        return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def answer(self, prompt_ids: list[int], params: SamplingParams, show: Callable[[str], object]) -> Answer:
+        """Stream one answer, handing each piece of text to `show`. Ctrl-C aborts the request and raises KeyboardInterrupt."""
+        return self._runner.run(self._answer(prompt_ids, params, show))
+
+    async def _answer(self, prompt_ids: list[int], params: SamplingParams, show: Callable[[str], object]) -> Answer:
+        before = self._stage_seconds()
+        started = time.monotonic()
+        first_token: float | None = None
+        output_ids: list[int] = []
+        pieces: list[str] = []
+        num_cached, finish_reason, stop_reason = 0, None, None
+        stream = self.engine.stream(prompt_ids, params)
+        try:
+            async for news in stream:
+                if isinstance(news, PromptInfo):
+                    num_cached = news.num_cached_tokens
+                    continue
+                if first_token is None and news.token_ids:
+                    first_token = time.monotonic() - started
+                output_ids += news.token_ids
+                pieces.append(news.text)
+                if news.text:
+                    show(news.text)
+                if news.error is not None:
+                    raise CoterieError(news.error)
+                finish_reason = news.finish_reason or finish_reason
+                stop_reason = news.stop_reason if news.stop_reason is not None else stop_reason
+        finally:
+            await stream.aclose()
+        timing = Timing(len(prompt_ids), len(output_ids), time.monotonic() - started, first_token)
+        stages = {stage: total - before.get(stage, 0.0) for stage, total in self._stage_seconds().items()}
+        return Answer(tuple(output_ids), "".join(pieces), finish_reason, stop_reason, num_cached, timing, stages)
+
+    def _stage_seconds(self) -> dict[str, float]:
+        stats = self.engine.stats()
+        return {} if stats is None else dict(stats.stage_seconds)

@@ -1,0 +1,205 @@
+"""The command itself: lazy verbs, help, and that every mistake is one line on stderr with the right exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+
+import click
+import pytest
+
+from coterie import __version__
+from coterie.cli import main as main_module
+from coterie.cli.common import ENGINE_OPTIONS, engine_config, engine_options
+from coterie.cli.main import VERBS, cli, run
+from coterie.engine.config import EngineConfig
+from coterie.spec.errors import CoterieError
+
+
+def python(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def error_line(result: subprocess.CompletedProcess[str]) -> str:
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in result.stderr
+    return lines[0]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch):
+    """Make `coterie version` raise a given exception."""
+
+    def install(error: BaseException) -> None:
+        @click.command()
+        @main_module.debug_option
+        def verb() -> None:
+            raise error
+
+        monkeypatch.setattr(main_module.VerbGroup, "get_command", lambda self, ctx, name: verb)
+
+    return install
+
+
+def test_help_lists_all_verbs_and_imports_no_engine():
+    code = (
+        "import sys; from coterie.cli.main import run; status = run(['--help']);"
+        "heavy = {'numpy', 'torch', 'msgspec', 'rich', 'coterie.engine', 'coterie.kernels', 'coterie.server'};"
+        "sys.exit(status or ' '.join(sorted(heavy & set(sys.modules))))"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    for verb, (_, text) in VERBS.items():
+        assert verb in result.stdout
+        assert text in result.stdout
+
+
+def test_module_and_command_say_the_same():
+    assert python("-m", "coterie").stdout == python("-m", "coterie", "--help").stdout.replace("\r", "")
+    assert python("-m", "coterie", "--version").stdout == f"coterie {__version__}\n"
+
+
+def test_version_names_python_and_packages():
+    result = python("-m", "coterie", "version")
+    assert result.returncode == 0
+    assert result.stdout.startswith(f"coterie {__version__}\n")
+    assert "numpy" in result.stdout
+
+
+def test_unknown_command_names_the_possible_ones():
+    result = python("-m", "coterie", "server")
+    assert result.returncode == 2
+    assert error_line(result) == (
+        f"error: there is no command 'server'; possible are {', '.join(VERBS)} (see 'coterie --help')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "possible"),
+    [
+        (["--backend", "cuda"], "'native', 'reference'"),
+        (["--page-size", "0"], "x>=1"),
+        (["--mem-fraction-static", "1.5"], "<=1"),
+        (["--max-model-len", "many"], "not a valid integer"),
+        (["--isa", "sse"], "'avx2'"),
+        (["--temperature", "-1"], "x>=0"),
+        (["--top-p", "0"], "0.0<x<=1.0"),
+        (["--prompt-ids", "1,x"], "whole numbers with commas"),
+        (["--nonsense"], "--nonsense"),
+        ([], "exactly one of --prompt, --prompt-file and --prompt-ids"),
+        (["--prompt", "a", "--prompt-ids", "1"], "given: --prompt and --prompt-ids"),
+    ],
+)
+def test_bad_flags_are_refused_with_what_is_possible(flags, possible, capsys):
+    assert run(["generate", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert possible in error
+    assert error.count("\n") == 1
+
+
+def test_missing_model_folder_and_wrong_folder(tmp_path, capsys):
+    assert run(["generate", str(tmp_path / "nowhere"), "--prompt-ids", "1"]) == 1
+    assert "there is no model folder" in capsys.readouterr().err
+    assert run(["generate", str(tmp_path), "--prompt-ids", "1"]) == 1
+    assert "has no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert run(["generate", str(tmp_path / "config.json"), "--prompt-ids", "1"]) == 1
+    assert "give the folder" in capsys.readouterr().err
+    assert run(["generate", str(tmp_path), "-m", "other", "--prompt-ids", "1"]) == 2
+    assert "two models" in capsys.readouterr().err
+
+
+def test_unreadable_config_is_one_line(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    assert run(["generate", str(tmp_path), "--prompt-ids", "1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "config.json" in error
+    assert "unexpected" not in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (CoterieError("too\n  big"), 1, "error: too big"),
+        (OSError(98, "Address already in use"), 1, "error: Address already in use"),
+        (FileNotFoundError(2, "No such file or directory", "x.json"), 1, "error: No such file or directory: x.json"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch.nn"), 1, "pip install 'coterie[torch]'"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+        (ZeroDivisionError("division by zero"), 1, "error: unexpected ZeroDivisionError: division by zero"),
+    ],
+)
+def test_every_error_becomes_one_line(error, code, said, failing, capsys):
+    failing(error)
+    assert run(["version"]) == code
+    shown = capsys.readouterr().err.strip()
+    assert said in shown
+    assert "Traceback" not in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_debug_shows_the_traceback_and_still_the_line(failing, capsys):
+    failing(ZeroDivisionError("division by zero"))
+    assert run(["version", "--debug"]) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert shown.strip().splitlines()[-1].startswith("error: unexpected ZeroDivisionError")
+
+
+def test_engine_flags_cover_the_engine_config_and_mean_its_fields():
+    seen: list[EngineConfig] = []
+
+    @click.command()
+    @engine_options
+    def verb(**values: object) -> None:
+        seen.append(engine_config(values))
+
+    names = {parameter.name for parameter in verb.params}
+    assert {field.name for field in fields(EngineConfig)} - names == {"seed"}
+    assert len(verb.params) >= len(ENGINE_OPTIONS)
+    verb.main([], standalone_mode=False)
+    assert seen[-1] == EngineConfig()
+    verb.main(["--max-num-seqs", "3", "--max-num-batched-tokens", "7", "--no-prefix-caching", "--kv-cache-dtype",
+               "float32", "-t", "2", "-c", "99", "--strict"], standalone_mode=False)  # fmt: skip
+    assert seen[-1] == EngineConfig(
+        max_running_requests=3, chunked_prefill_size=7, enable_prefix_caching=False, kv_cache_dtype="float32",
+        threads=2, max_model_len=99, strict=True,
+    )  # fmt: skip
+    verb.main(["--max-running-requests", "4", "--chunked-prefill-size", "8"], standalone_mode=False)
+    assert seen[-1] == EngineConfig(max_running_requests=4, chunked_prefill_size=8)
+
+
+def test_every_verb_has_help():
+    for verb in VERBS:
+        result = cli.get_command(click.Context(cli), verb)
+        assert result is not None
+        assert result.help
+
+
+def test_interrupt_while_waiting_for_input_ends_cleanly(tmp_path):
+    code = "import sys, time; print('up', flush=True); time.sleep(60)"
+    script = tmp_path / "verb.py"
+    script.write_text(
+        "import click\nfrom coterie.cli import main\n"
+        f"@click.command()\ndef verb():\n    exec({code!r})\n"
+        "main.VerbGroup.get_command = lambda self, ctx, name: verb\nmain.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script), "version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.strip() == "error: interrupted"
