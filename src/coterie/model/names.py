@@ -7,6 +7,8 @@ Face tensor name to parts of them. Nothing here reads a file or holds an array. 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec
@@ -178,3 +180,58 @@ def _moe(layout: WeightLayout, key: str, layer_source: str, moe: MoESpec, spec: 
         _gated_mlp(layout, f"{key}.shared", f"{source}.{shared}", moe.shared_intermediate_size, hidden)
     if moe.shared_gate:
         layout.bank(f"{key}.shared_gate", f"{source}.shared_expert_gate.weight", 1, hidden)
+
+
+# ---- what files do to the names -------------------------------------------------------------------------------------
+PREFIXES = (
+    "model.",
+    "",
+    "language_model.model.",
+    "language_model.",
+    "model.language_model.",
+    "model.language_model.model.",
+)
+"""What a file may write for the table's `model.`: some exports lack it, multi-modal ones nest the text model."""
+
+_EMBEDDING = "embed_tokens.weight"
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?:gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+
+
+def prefixes_in(names: Container[str]) -> list[str]:
+    """The prefixes under which the file has an embedding, the one tensor that every model has. One is right."""
+    return [prefix for prefix in PREFIXES if f"{prefix}{_EMBEDDING}" in names]
+
+
+def canonical_name(name: str, prefix: str) -> str | None:
+    """A file's tensor name in the spelling of `weight_layout`; None if it lies outside the text model."""
+    if name in ("lm_head.weight", f"{prefix}lm_head.weight", f"{prefix.removesuffix('model.')}lm_head.weight"):
+        return "lm_head.weight"
+    return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else None
+
+
+def file_name(canonical: str, prefix: str) -> str:
+    """How a file with `prefix` spells a canonical name."""
+    return f"{prefix}{canonical.removeprefix('model.')}" if canonical.startswith("model.") else canonical
+
+
+def fuse_experts(layout: WeightLayout, present: Container[str]) -> None:
+    """Where a file stacks the experts of a layer, expect `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I] instead.
+
+    Decided by names only; the shapes are checked like any other. Parts count rows of the flattened [E * rows, cols].
+    """
+    groups: dict[str, list[str]] = {}
+    for tensor in layout.tensors:
+        if match := _EXPERT.fullmatch(tensor):
+            groups.setdefault(match["experts"], []).append(tensor)
+    for experts, tensors in groups.items():
+        for end in ("gate_up", "down"):
+            fused = f"{experts}.{end}_proj"
+            if fused not in present:
+                continue
+            mine = [name for name in tensors if layout.tensors[name].parts[0].bank.endswith(f".{end}")]
+            bank = layout.tensors[mine[0]].parts[0].bank
+            size = layout.banks[bank]
+            parts = tuple(Part(bank, e, rows=(e * size.rows, (e + 1) * size.rows)) for e in range(size.count))
+            for name in mine:
+                del layout.tensors[name]
+            layout.tensors[fused] = TensorEntry((size.count, size.rows, size.cols), parts)

@@ -1,0 +1,93 @@
+"""Stored values to float32 and back: plain floats, and DeepSeek's FP8 (e4m3) with block scales.
+
+Pure arithmetic on numpy arrays; which tensor has which scale is decided in `load_plan`, reading is `safetensors_io`.
+A block-scaled weight is `table[code] * scale[row // block_rows, col // block_cols]`; the last blocks may be short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.spec.model import Fp8BlockQuant
+
+PLAIN_DTYPES = ("F32", "BF16", "F16")
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+
+FloatArray = NDArray[np.float32]
+
+
+def _e4m3_values() -> FloatArray:
+    """The 256 values of float8 e4m3fn: bias 7, no infinities, 0x7f and 0xff are NaN."""
+    codes = np.arange(256)
+    exponent, fraction = (codes >> 3) & 15, codes & 7
+    magnitude = np.where(exponent > 0, np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6))
+    magnitude[(codes & 127) == 127] = np.nan
+    return np.where(codes & 128, -magnitude, magnitude).astype(np.float32)
+
+
+E4M3_VALUES = _e4m3_values()
+E4M3_VALUES.setflags(write=False)
+
+
+def to_float32(raw: NDArray[np.uint8], dtype: str) -> FloatArray:
+    """Decode bytes of a plain float dtype or F8_E8M0 scales, all exactly. F32 is a view of `raw`; others are new arrays."""
+    if dtype == "F32":
+        return raw.view("<f4")
+    if dtype == "BF16":
+        bits = raw.view("<u2").astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
+    if dtype == "F16":
+        return raw.view("<f2").astype(np.float32)
+    if dtype == "F8_E8M0":
+        values = np.ldexp(np.float32(1), raw.astype(np.int32) - 127).astype(np.float32)
+        values[raw == 255] = np.nan
+        return values
+    raise ValueError(f"dtype {dtype} is not a plain float")
+
+
+def to_bfloat16(values: FloatArray) -> NDArray[np.uint16]:
+    """Round float32 to bfloat16 bits, to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | np.uint32(0x40), rounded).astype(np.uint16)
+
+
+def fits_bfloat16(values: FloatArray) -> bool:
+    """Whether every value is a bfloat16 exactly."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return not bool((bits & np.uint32(0xFFFF)).any())
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScale:
+    """Scales [ceil(rows / block_rows), ceil(cols / block_cols)] of one weight."""
+
+    table: FloatArray
+    block: Fp8BlockQuant
+
+    @property
+    def is_power_of_two(self) -> bool:
+        """Products with such scales are exact, in bfloat16 too: e4m3 has four significant bits."""
+        return bool((np.frexp(self.table)[0] == 0.5).all())
+
+
+def scale_shape(shape: tuple[int, int], block: Fp8BlockQuant) -> tuple[int, int]:
+    """The scale table that a weight [rows, cols] must have."""
+    return -(-shape[0] // block.block_rows), -(-shape[1] // block.block_cols)
+
+
+def dequantize_rows(codes: NDArray[np.uint8], row: int, scale: BlockScale) -> FloatArray:
+    """Rows [row, row + n) of an e4m3 weight, codes [n, cols], times their block scales, in float32."""
+    values = E4M3_VALUES[codes]
+    count, cols = codes.shape
+    at = 0
+    while at < count:
+        block_row = (row + at) // scale.block.block_rows
+        end = min(count, (block_row + 1) * scale.block.block_rows - row)
+        values[at:end] *= np.repeat(scale.table[block_row], scale.block.block_cols)[:cols]
+        at = end
+    return values
