@@ -11,10 +11,19 @@ from coterie.engine.messages import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
+class PromptInfo:
+    """First value of a stream: what is known of the prompt once it is computed. One per request, whatever n is."""
+
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceDelta:
     """News of one choice (0 .. n-1). `text` is safe to show (no split character, no possible start of a stop string).
 
-    `token_ids` and `logprobs` are this delta's; tokens past a stop string are neither shown nor counted.
+    `token_ids` and `logprobs` are this delta's: tokens whose text has been shown, so a token comes with the text that
+    completes it. Tokens past a stop string are neither shown nor counted.
     `stop_reason`: the stop string or stop token id that ended it, if one did.
     """
 
@@ -38,7 +47,7 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class Completion:
-    """One finished choice."""
+    """One finished choice. `error` says what went wrong if `finish_reason` is "error"."""
 
     index: int
     text: str = ""
@@ -46,6 +55,7 @@ class Completion:
     logprobs: list[list[TokenLogprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,19 @@
+"""Where the model that comes with the package lies: `coterie/data/demo`. Reads no weights and chooses no engine."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from coterie.spec.errors import CoterieError
+
+
+def shipped_model_path() -> str:
+    """Return the folder of the shipped model. Raises `CoterieError` if this installation has none."""
+    folder = Path(str(files("coterie"))) / "data" / "demo"
+    if not (folder / "config.json").is_file():
+        raise CoterieError(
+            f"no model was named and this installation ships none (looked for {folder}/config.json); "
+            "give a folder with config.json and safetensors files"
+        )
+    return str(folder)
