@@ -144,7 +144,8 @@ class Fp8BlockQuant:
 class ModelSpec:
     """A whole model. `layers` are the decoder layers; `mtp_layers` the multi-token-prediction blocks after them.
 
-    `ignored_fields` lists config keys that were seen and cannot alter the mathematics; the loader reports them.
+    `ignored_fields` lists config keys that were seen and cannot alter the mathematics, `unknown_fields` unheard-of ones that
+    say nothing (null, false, empty); the loader reports both.
     `dtype` is the checkpoint's declared weight type ("float32", "bfloat16", "float16").
     """
 
@@ -161,16 +162,18 @@ class ModelSpec:
     dtype: str = "bfloat16"
     quantization: Fp8BlockQuant | None = None
     ignored_fields: tuple[str, ...] = ()
+    unknown_fields: tuple[str, ...] = ()
 
     @classmethod
-    def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelSpec:
+    def from_hf(cls, source: str | Path | Mapping[str, Any], *, strict: bool = False) -> ModelSpec:
         """Read a `config.json` (a path to it, its folder, or the parsed mapping). See `spec/hf.py` for the rules.
 
-        Raises `SpecError` for an unknown family, a missing field or an unknown field that may alter the mathematics.
+        Raises `SpecError` for an unknown family, a missing field or an unknown field that may alter the mathematics;
+        with `strict` also for an unknown field that switches nothing on.
         """
         from coterie.spec.hf import spec_from_hf
 
-        return spec_from_hf(source)
+        return spec_from_hf(source, strict=strict)
 
     @cached_property
     def num_parameters(self) -> int:
