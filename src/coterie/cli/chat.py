@@ -1,7 +1,7 @@
 """`coterie chat`: talk with a model in the terminal, in this process or with a running server.
 
-Each line is a turn; the whole conversation is sent each time (the prefix cache makes that cheap). Ctrl-C stops the answer,
-at the prompt it leaves. Works with piped stdin, one line a turn. Not a full-screen program.
+Each line is a turn; the whole conversation is sent each time (the prefix cache makes that cheap). Ctrl-C stops the
+answer; at the prompt it leaves. Works with piped stdin, one line a turn. Not a full-screen program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the verbs share: the engine's flags, the model argument, progress while loading, and how speed is said.
 
-The flags mirror `EngineConfig` field by field; defaults and choices are read from it, so help and config cannot disagree.
-Not a place for verbs, except `version`, which has no file of its own.
+The flags mirror `EngineConfig` field by field; defaults and choices are read from it, so that help and config
+cannot disagree. Not a place for verbs, except `version`, which has no file of its own.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def model_folder(values: Mapping[str, Any]) -> str | None:
 
 
 class LoadProgress:
-    """Show bytes, rate and time left while a model loads: a bar on a terminal, a plain line every two seconds elsewhere.
+    """Show bytes, rate and time left while a model loads: a bar on a terminal, else a plain line every two seconds.
 
     Call it with (bytes done, bytes in all). Use as a context manager; may be called from another thread.
     """

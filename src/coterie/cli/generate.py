@@ -1,4 +1,4 @@
-"""`coterie generate`: complete one prompt and show ids, text, finish reason and timings. Not a chat, not a benchmark."""
+"""`coterie generate`: complete one prompt and show ids, text, finish reason, timings. Not a chat, not a benchmark."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def prompt_text(values: Mapping[str, Any]) -> str | None:
     try:
         return Path(values["prompt_file"]).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise CoterieError(f"{values['prompt_file']} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise CoterieError(
+            f"{values['prompt_file']} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from error
 
 
 def report(local: LocalEngine, text: str | None, prompt_ids: list[int], answer: Answer) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The `coterie` command: a table of verbs, loaded lazily, and the one place where errors become one line.
 
-`coterie --help` imports click and nothing else of ours, so it answers at once. A verb is `module:attribute`; its module is
-imported when the verb is run. Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted.
+`coterie --help` imports click and nothing else of ours, so it answers at once. A verb is `module:attribute`; its module
+is imported when the verb is run. Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ class RemoteServer:
             raise CoterieError(f"{self.base}/models lists no model")
         self.model = str(models[0]["id"])
 
-    def reply(self, messages: list[dict[str, str]], options: Mapping[str, Any], show: Callable[[str], object]) -> Timing:
+    def reply(
+        self, messages: list[dict[str, str]], options: Mapping[str, Any], show: Callable[[str], object]
+    ) -> Timing:
         """Stream the answer to `messages`, handing each piece of text to `show`."""
         body = {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         body |= {name: value for name, value in options.items() if value is not None}
@@ -65,8 +67,8 @@ class RemoteServer:
         raise CoterieError(f"{self.base} closed the stream before the end of the answer")
 
     def _open(self, path: str, body: bytes | None, timeout: float) -> HTTPResponse:
-        request = urllib.request.Request(self.base + path, data=body, headers=self._headers)
         try:
+            request = urllib.request.Request(self.base + path, data=body, headers=self._headers)
             response: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             with error:

@@ -16,7 +16,10 @@ from coterie.cli.common import LoadProgress, Timing, engine_config, error_consol
 from coterie.engine.frontend import AsyncEngine
 from coterie.engine.messages import FinishReason, SamplingParams
 from coterie.engine.output import PromptInfo
+from coterie.server.templates import ChatPrompt, ChatTemplate, TemplateLimits
 from coterie.spec.errors import CoterieError
+
+TEMPLATE_LIMITS = TemplateLimits(max_seconds=5.0, max_chars=8 * 1024 * 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,11 @@ class LocalEngine:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._runner = asyncio.Runner()
+        self._template: ChatTemplate | None = None
+        folder, config = model_folder(values), engine_config(values)
         started = time.monotonic()
         with LoadProgress(error_console()) as progress:
-            self.engine = AsyncEngine.launch(model_folder(values), engine_config(values), progress=progress)
+            self.engine = AsyncEngine.launch(folder, config, progress=progress)
         self.load_seconds = time.monotonic() - started
 
     def __enter__(self) -> LocalEngine:
@@ -53,12 +58,23 @@ class LocalEngine:
         """Turn text into token ids; without a tokenizer the model takes ids only."""
         if self.engine.tokenizer is None:
             raise CoterieError(
-                f"{self.engine.model_name} has no tokenizer.json, so text cannot be read; use generate --prompt-ids 1,2,3"
+                f"{self.engine.model_name} has no tokenizer.json, so it reads no text; use generate --prompt-ids 1,2,3"
             )
         return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Lay messages out by the model's chat template and turn them into token ids."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            return self.encode("")
+        if self._template is None:
+            tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+            self._template = ChatTemplate(tokenizer.chat_template, tokens, TEMPLATE_LIMITS)
+        text = self._template.render_now(ChatPrompt([dict(message) for message in messages], True, {}))
+        return tokenizer.encode(text, add_special_tokens=self._template.is_fallback)
+
     def answer(self, prompt_ids: list[int], params: SamplingParams, show: Callable[[str], object]) -> Answer:
-        """Stream one answer, handing each piece of text to `show`. Ctrl-C aborts the request and raises KeyboardInterrupt."""
+        """Stream one answer, handing each piece of text to `show`. Ctrl-C aborts it and raises KeyboardInterrupt."""
         return self._runner.run(self._answer(prompt_ids, params, show))
 
     async def _answer(self, prompt_ids: list[int], params: SamplingParams, show: Callable[[str], object]) -> Answer:
