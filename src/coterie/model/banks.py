@@ -16,7 +16,7 @@ from coterie.model.names import TensorEntry, WeightLayout
 
 
 def must_be_whole(entry: TensorEntry) -> bool:
-    """Whether the tensor's rows must come in one piece: a bank is filled by rows, so a transposed part needs them all."""
+    """Whether all rows must come in one piece: a bank is filled by rows, so a transposed part needs them all."""
     return any(part.transpose for part in entry.parts)
 
 
@@ -46,7 +46,7 @@ class BankFiller:
             at = part.at + first - begin
             if part.transpose:
                 block, at = block.T, part.at
-            self.kernels.fill(self._bank(part.bank), part.index, at, np.ascontiguousarray(block, np.float32))
+            self.kernels.fill(self._bank(part.bank), part.index, at, np.require(block, np.float32, ["C", "A"]))
 
     def _bank(self, key: str) -> Any:
         if key not in self.weights:

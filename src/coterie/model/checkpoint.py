@@ -102,7 +102,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _nothing_found(path: Path) -> str:
     foreign = [file.name for pattern in _FOREIGN for file in sorted(path.glob(pattern))]
     if foreign:
-        return f"{path} has no .safetensors files; {foreign[0]} is not read (only safetensors is): convert the checkpoint"
+        return (
+            f"{path} has no .safetensors files; {foreign[0]} is not read (only safetensors is): convert the checkpoint"
+        )
     return f"{path} has no .safetensors files: give the folder that holds config.json and the weights"
 
 
@@ -130,10 +132,14 @@ def _without_index(checkpoint: Checkpoint, files: list[Path]) -> None:
         if match := _SHARD.fullmatch(file.name):
             numbered.setdefault((match["stem"], match["count"]), set()).add(int(match["number"]))
     for (stem, count), numbers in numbered.items():
-        absent = [number for number in range(1, int(count) + 1) if number not in numbers] if int(count) < 100_000 else []
+        absent = (
+            [number for number in range(1, int(count) + 1) if number not in numbers] if int(count) < 100_000 else []
+        )
         for number in absent:
             name = f"{stem}-{number:0{len(count)}d}-of-{count}.safetensors"
-            checkpoint.problems.append(Problem("file", f"{name} is missing ({len(numbers)} of {int(count)} shards are here)"))
+            checkpoint.problems.append(
+                Problem("file", f"{name} is missing ({len(numbers)} of {int(count)} shards are here)")
+            )
             checkpoint.some_lost = True
     headers = _headers(checkpoint, files)
     checkpoint.some_lost |= len(headers) < len(files)
@@ -166,7 +172,7 @@ def _with_index(checkpoint: Checkpoint, index: Path, found: list[Path]) -> None:
             absent_from.setdefault(name, []).append(tensor)
     for name, tensors in absent_from.items():
         more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-        text = f"{name} lacks {tensors[0]!r}{more}, which {index.name} says it holds: a stale index or another version's shard"
+        text = f"{name} lacks {tensors[0]!r}{more}, which {index.name} places there: a stale index or shard"
         checkpoint.problems.append(Problem("file", text))
     superseded = 0
     for name, header in headers.items():
@@ -198,5 +204,7 @@ def _read_index(index: Path) -> dict[str, str]:
         raise LoadError(f"{index.name} has no weight_map that maps tensor names to files")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name or "\\" in name or "\0" in name:
-            raise LoadError(f"{index.name} places {tensor!r} in {name!r}: only plain file names of the same folder are read")
+            raise LoadError(
+                f"{index.name} places {tensor!r} in {name!r}: only plain file names of the same folder are read"
+            )
     return weight_map

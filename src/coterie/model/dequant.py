@@ -33,7 +33,7 @@ E4M3_VALUES.setflags(write=False)
 
 
 def to_float32(raw: NDArray[np.uint8], dtype: str) -> FloatArray:
-    """Decode bytes of a plain float dtype or F8_E8M0 scales, all exactly. F32 is a view of `raw`; others are new arrays."""
+    """Decode bytes of a plain float dtype or of F8_E8M0 scales, exactly. F32 is a view of `raw`, others are new."""
     if dtype == "F32":
         return raw.view("<f4")
     if dtype == "BF16":

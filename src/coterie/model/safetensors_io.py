@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
@@ -33,7 +34,8 @@ _LIMIT = 1 << 62
 _MAX_DIMENSIONS = 16
 BITS_OF_DTYPE = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 
 RawBytes = NDArray[np.uint8]
@@ -81,7 +83,9 @@ def read_header(path: Path) -> Header:
             prefix = _read_up_to(file, 8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8:
-                raise LoadError(f"{path.name} holds {len(prefix)} bytes, too few for a safetensors file: interrupted download?")
+                raise LoadError(
+                    f"{path.name} holds {len(prefix)} bytes, too few for a safetensors file: interrupted download?"
+                )
             if length > min(MAX_HEADER_BYTES, size - 8):
                 raise LoadError(f"{path.name} {_why_no_header(prefix, length, size)}")
             raw = _read_up_to(file, length)
@@ -117,15 +121,16 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise ValueError(f"key {twice!r} appears twice")
+            keys = Counter(key for key, _ in pairs)
+            raise ValueError(f"key {keys.most_common(1)[0][0]!r} appears twice")
         return fields
 
     try:
         fields = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise LoadError(f"{path.name}: the header is not valid JSON ({error}): not a safetensors file, or damaged") from error
+        raise LoadError(
+            f"{path.name}: the header is not valid JSON ({error}): not a safetensors file, or damaged"
+        ) from error
     if not isinstance(fields, dict):
         raise LoadError(f"{path.name}: the header is not a JSON object: not a safetensors file, or damaged")
     return fields
@@ -276,10 +281,12 @@ def _read_into(file: FileIO, start: int, target: RawBytes, stats: ReadStats) -> 
     try:
         file.seek(start)
         while done < len(target):
-            count = file.readinto(memoryview(target)[done:])
+            count = file.readinto(target[done:].data)
             stats.reads += 1
             if not count:
-                raise LoadError(f"{Path(str(file.name)).name} ended early at byte {start + done}: it changed while being read")
+                raise LoadError(
+                    f"{Path(str(file.name)).name} ended early at byte {start + done}: it changed while being read"
+                )
             done += count
     except OSError as error:
         raise LoadError(f"cannot read {Path(str(file.name)).name}: {error.strerror or error}") from error
@@ -291,7 +298,7 @@ def _read_into(file: FileIO, start: int, target: RawBytes, stats: ReadStats) -> 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor to write: `data()` gives its values (any numpy array of the right number of bytes) when its turn comes."""
+    """A tensor to write: `data()` gives its values, any array of the right number of bytes, when its turn comes."""
 
     name: str
     dtype: str
@@ -312,7 +319,11 @@ def write_file(path: Path, tensors: Iterable[NewTensor], metadata: dict[str, str
     fields: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for tensor in ordered:
-        fields[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        fields[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
         at += tensor.nbytes
     header = json.dumps(fields, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)

@@ -1,0 +1,66 @@
+"""What the loader says while it works and when it is done: values only, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coterie.kernels.api import WeightKind
+from coterie.model.load_plan import Skipped
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """`rate` in bytes per second since the start, `eta` in seconds; `tensor` is the one being loaded."""
+
+    bytes_done: int
+    bytes_total: int
+    rate: float
+    eta: float
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """`tensors` tensors stored as `stored` are held as `kind`; `exact` if no value was rounded on the way."""
+
+    stored: str
+    kind: WeightKind
+    exact: bool
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """One load: what was read, how fast, how exact, what was left out and why.
+
+    `tensors` and `nbytes` count what was read from `files`; `read_seconds` is the part of `seconds` spent in reads.
+    """
+
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    seconds: float
+    read_seconds: float
+    conversions: tuple[Conversion, ...]
+    skipped: tuple[Skipped, ...]
+    notes: tuple[str, ...]
+    mtp_present: bool
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.nbytes / 1e9 / self.seconds if self.seconds > 0 else 0.0
+
+    def lines(self) -> list[str]:
+        """The report for a person, one fact a line."""
+        convert = self.seconds - self.read_seconds
+        lines = [
+            f"{self.tensors} tensors, {self.nbytes / 1e9:.2f} GB from {len(self.files)} file(s) in "
+            f"{self.seconds:.1f} s ({self.gb_per_s:.2f} GB/s; {self.read_seconds:.1f} s reading, {convert:.1f} s converting)"
+        ]
+        for item in self.conversions:
+            lines.append(f"{item.tensors} tensors {item.stored} -> {item.kind}: {'exact' if item.exact else 'rounded'}")
+        for skip in self.skipped:
+            lines.append(
+                f"skipped {skip.tensors} tensors ({skip.nbytes / 1e6:.1f} MB): {skip.reason}, e.g. {skip.example}"
+            )
+        return [*lines, *self.notes]

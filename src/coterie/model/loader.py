@@ -1,0 +1,233 @@
+"""Load a checkpoint (or random weights) into a backend: check everything at the door, then stream tensor by tensor.
+
+Peak memory is about the weights themselves: one read buffer, one piece in float32 at a time, whole tensors only where a
+bank is filled with their transpose. `load_plan` decides what is read, `safetensors_io` reads, `dequant` decodes,
+`banks` places. Names of banks and vectors are those of `names.weight_layout`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from coterie.kernels.api import HostArray, Kernels, WeightKind
+from coterie.model.banks import BankFiller, must_be_whole
+from coterie.model.checkpoint import open_checkpoint
+from coterie.model.dequant import BlockScale, dequantize_rows, to_float32
+from coterie.model.dummy import dummy_weights
+from coterie.model.load_plan import DtypeChoice, LoadPlan, PlannedTensor, Skipped, check_strict, make_plan
+from coterie.model.load_report import Conversion, LoadProgress, LoadReport
+from coterie.model.safetensors_io import LoadError, Piece, RawBytes, ReadStats, StoredTensor, split_rows, stream
+from coterie.spec.model import Fp8BlockQuant, ModelSpec
+
+__all__ = ["LoadError", "LoadProgress", "LoadReport", "LoadedWeights", "load_weights"]
+
+ProgressCallback = Callable[[LoadProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Backend banks and vectors by the keys of `names.weight_layout`; `kind` is f32 only if every bank is."""
+
+    weights: dict[str, Any]
+    kind: WeightKind
+    report: LoadReport
+
+
+def load_weights(
+    path: Path | str | None,
+    spec: ModelSpec,
+    kernels: Kernels,
+    *,
+    dtype: DtypeChoice = "auto",
+    load_format: Literal["auto", "dummy"] = "auto",
+    progress: ProgressCallback | None = None,
+    mtp: bool = True,
+    seed: int = 0,
+    strict: bool = False,
+) -> LoadedWeights:
+    """Load the weights of `spec` from a folder or file, or make random ones (`load_format="dummy"`, `seed`).
+
+    `dtype` "auto" narrows nothing: float32 and float16 checkpoints stay float32, bfloat16 and FP8 become bfloat16.
+    `strict` refuses doubtful checkpoints (stray files, a tied head that differs, ...). Raises `LoadError` with all
+    problems before anything is allocated.
+    """
+    if load_format == "dummy":
+        return _load_dummy(spec, kernels, dtype, seed, progress, mtp)
+    if path is None:
+        raise LoadError("no weights were given: pass a model folder, or load_format 'dummy' for random weights")
+    checkpoint = open_checkpoint(Path(path))
+    plan = make_plan(checkpoint, spec, dtype, mtp=mtp)
+    if strict:
+        check_strict(plan)
+    load = _Load(plan, spec, kernels, progress)
+    load.run()
+    doubts = load.compare_copies()
+    if strict and doubts:
+        raise LoadError("strict loading refuses:\n" + "\n".join(f"  - {doubt}" for doubt in doubts), tuple(doubts))
+    report = LoadReport(
+        files=tuple(file.name for file in checkpoint.files),
+        tensors=load.tensors_read,
+        nbytes=load.stats.bytes,
+        seconds=load.seconds,
+        read_seconds=load.stats.seconds,
+        conversions=load.conversions(),
+        skipped=(*plan.skipped, *load.skipped),
+        notes=(*plan.notes, *plan.doubts, *doubts, *load.notes),
+        mtp_present=plan.mtp_present,
+    )
+    return LoadedWeights(load.filler.weights, plan.kind, report)
+
+
+def _load_dummy(
+    spec: ModelSpec, kernels: Kernels, dtype: DtypeChoice, seed: int, progress: ProgressCallback | None, mtp: bool
+) -> LoadedWeights:
+    began = time.perf_counter()
+    clock = _Clock(progress)
+    made = dummy_weights(spec, kernels, dtype=dtype, seed=seed, mtp=mtp, on_progress=clock.tick)
+    clock.tick(made.nbytes, made.nbytes, "")
+    report = LoadReport(
+        files=(),
+        tensors=made.tensors,
+        nbytes=made.nbytes,
+        seconds=time.perf_counter() - began,
+        read_seconds=0.0,
+        conversions=(),
+        skipped=(),
+        notes=(f"random weights from seed {seed}: the model's output has no meaning",),
+        mtp_present=mtp and bool(spec.mtp_layers),
+    )
+    return LoadedWeights(made.weights, made.kind, report)
+
+
+class _Clock:
+    """Turns byte counts into `LoadProgress`."""
+
+    def __init__(self, callback: ProgressCallback | None) -> None:
+        self.callback = callback
+        self.began = time.perf_counter()
+
+    def tick(self, done: int, total: int, tensor: str) -> None:
+        if self.callback is None:
+            return
+        rate = done / max(time.perf_counter() - self.began, 1e-9)
+        eta = (total - done) / rate if rate > 0 else 0.0
+        self.callback(LoadProgress(done, total, rate, eta, tensor))
+
+
+class _Load:
+    """One run through the planned tensors."""
+
+    def __init__(self, plan: LoadPlan, spec: ModelSpec, kernels: Kernels, progress: ProgressCallback | None) -> None:
+        self.plan = plan
+        self.block = spec.quantization or Fp8BlockQuant()
+        self.filler = BankFiller(kernels, plan.layout, plan.bank_kinds)
+        self.stats = ReadStats()
+        self.clock = _Clock(progress)
+        self.scales: dict[str, BlockScale] = {}
+        self.seconds = 0.0
+        self.skipped: list[Skipped] = []
+        self.notes: list[str] = []
+        self._conversions: Counter[tuple[str, WeightKind, bool]] = Counter()
+        self._by_name = {item.tensor.name: item for item in plan.tensors}
+        compared = {name for pair in plan.comparisons for name in (pair.copy, pair.original)}
+        self._digests = {name: hashlib.blake2b() for name in compared}
+        self._scale_of = {item.scale.name: item.scale for item in plan.tensors if item.scale is not None}
+        self.tensors_read = len(self._by_name) + len(self._scale_of)
+
+    def run(self) -> None:
+        """Read and place everything; scale tables that lie behind their weight are fetched first."""
+        began = time.perf_counter()
+        files = list(dict.fromkeys(item.tensor.path for item in self.plan.tensors))
+        files += [scale.path for scale in self._scale_of.values() if scale.path not in files]
+        order = {path: number for number, path in enumerate(files)}
+
+        def position(tensor: StoredTensor) -> tuple[int, int]:
+            return order[tensor.path], tensor.start
+
+        pairs = [(item.tensor, item.scale) for item in self.plan.tensors if item.scale is not None]
+        late = sorted((scale for tensor, scale in pairs if position(scale) > position(tensor)), key=position)
+        in_turn = [scale for tensor, scale in pairs if position(scale) < position(tensor)]
+        main = sorted([*(item.tensor for item in self.plan.tensors), *in_turn], key=position)
+        if late:
+            self.notes.append(f"{len(late)} scale tables lie behind their weights and were read first")
+        total = sum(tensor.nbytes for tensor in [*late, *main])
+        done = 0
+        for piece, raw in stream(self._pieces([*late, *main]), self.stats):
+            self._take(piece, raw)
+            done += piece.nbytes
+            self.clock.tick(done, total, piece.tensor.name)
+        self.seconds = time.perf_counter() - began
+
+    def _pieces(self, tensors: list[StoredTensor]) -> Iterator[Piece]:
+        for tensor in tensors:
+            item = self._by_name.get(tensor.name)
+            yield from split_rows(tensor, whole=item is None or must_be_whole(item.entry))
+
+    def _take(self, piece: Piece, raw: RawBytes) -> None:
+        name = piece.tensor.name
+        if name in self._digests:
+            self._digests[name].update(raw.data)
+        item = self._by_name.get(name)
+        if item is None:
+            self.scales[name] = self._scale(piece.tensor, raw)
+        elif item.entry.parts:
+            self.filler.put(item.entry, piece.row, self._decode(item, piece, raw))
+            if piece.is_last:
+                self._count(item)
+                if item.scale is not None:
+                    del self.scales[item.scale.name]
+
+    def _scale(self, tensor: StoredTensor, raw: RawBytes) -> BlockScale:
+        table = to_float32(raw, tensor.dtype).reshape(tensor.matrix_shape).copy()
+        if not np.isfinite(table).all():
+            raise LoadError(
+                f"{tensor.path.name}: scale table {tensor.name!r} holds NaN or infinity: damaged checkpoint"
+            )
+        return BlockScale(table, self.block)
+
+    def _decode(self, item: PlannedTensor, piece: Piece, raw: RawBytes) -> HostArray:
+        shape = (piece.rows, item.tensor.matrix_shape[1])
+        if item.scale is None:
+            return to_float32(raw, item.tensor.dtype).reshape(shape)
+        return dequantize_rows(raw.reshape(shape), piece.row, self.scales[item.scale.name])
+
+    def _count(self, item: PlannedTensor) -> None:
+        kinds: set[WeightKind] = {self.plan.bank_kinds.get(part.bank, "f32") for part in item.entry.parts}
+        kind: WeightKind = "bf16" if "bf16" in kinds else "f32"
+        stored = item.tensor.dtype
+        if item.scale is not None:
+            exact = self.scales[item.scale.name].is_power_of_two
+            stored = f"{stored} x {item.scale.dtype} block scales"
+        else:
+            exact = kind == "f32" or stored == "BF16"
+        self._conversions[stored, kind, exact] += 1
+
+    def conversions(self) -> tuple[Conversion, ...]:
+        """Most frequent first."""
+        return tuple(Conversion(*key, count) for key, count in self._conversions.most_common())
+
+    def compare_copies(self) -> list[str]:
+        """Settle the plan's comparisons: equal copies are listed as skipped; a differing one is a note, or a doubt."""
+        doubts: list[str] = []
+        equal: dict[str, list[StoredTensor]] = {}
+        for pair in self.plan.comparisons:
+            if self._digests[pair.copy].digest() == self._digests[pair.original].digest():
+                equal.setdefault(pair.original, []).append(self._by_name[pair.copy].tensor)
+                continue
+            text = f"{pair.copy} differs from {pair.original}"
+            if pair.matters:
+                doubts.append(f"{text}, but config.json ties them: it was ignored")
+            else:
+                self.notes.append(f"{text}; the model's own was used, so MTP may be accepted less often")
+        for original, copies in equal.items():
+            size = sum(copy.nbytes for copy in copies)
+            self.skipped.append(Skipped(f"equal copy of {original}", len(copies), size, copies[0].name))
+        return doubts
