@@ -119,7 +119,7 @@ class BlockPool:
             self.forget(block)
 
     def check_integrity(self, owners: Iterable[Sequence[int]] | None = None) -> None:
-        """Raise AssertionError unless every block is in one state only; with `owners`, also that the counts are theirs."""
+        """Raise AssertionError unless every block is in one state; with `owners`, also that the counts are theirs."""
         owned = {block for block, count in enumerate(self._ref_counts) if count}
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free):

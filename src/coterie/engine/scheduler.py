@@ -140,7 +140,7 @@ class Scheduler:
             param = "prompt" if request.num_prompt_tokens > capacity else "max_tokens"
             raise InvalidRequest(
                 param,
-                f"this request needs {request.max_cache_rows} tokens of cache ({request.num_prompt_tokens} of prompt and"
+                f"the request needs {request.max_cache_rows} tokens of cache ({request.num_prompt_tokens} of prompt and"
                 f" up to {request.max_total_tokens - request.num_prompt_tokens} to generate), the pool has {capacity};"
                 " shorten the prompt, lower max_tokens, or start the engine with more kv_cache_tokens",
             )
