@@ -1,4 +1,4 @@
-"""The one exception type for what a user gave us and we cannot run; its message names the field and what is possible."""
+"""The one exception type for what a user gave us and we cannot run; it names the field and what is possible."""
 
 
 class CoterieError(Exception):

@@ -29,10 +29,11 @@ class RouterRule:
 class Family:
     """One `model_type`.
 
-    `layers`: how dense and routed layers alternate. `bias_key`: the config key that switches the projection biases (None:
-    the family has none), `output_bias`: whether the output projection follows it. `fixed`: keys that the family's code
-    does not vary, with the values a file may give; any other value is refused. `shared`: how the shared expert is sized.
-    `window`: what makes a sliding window act (its presence, a switch, a layer number past `max_window_layers`).
+    `layers`: how dense and routed layers alternate. `bias_key`: the config key that switches the projection biases
+    (None: the family has none), `output_bias`: whether the output projection follows it. `fixed`: keys that the
+    family's code does not vary, with the values a file may give; any other value is refused. `shared`: how the shared
+    expert is sized. `window`: what makes a sliding window act (its presence, a switch, a layer number past
+    `max_window_layers`).
     """
 
     model_type: str

@@ -6,8 +6,8 @@ unknown ones that may alter the mathematics, which are an error. It knows no fam
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,8 @@ ALIASES: Mapping[str, str] = {
 }
 """Other spellings of a key, and the one used here."""
 
+MAX_INTEGER = 2**31 - 1
+
 HARMLESS = frozenset(
     """
     model_type architectures auto_map transformers_version torch_dtype _name_or_path _commit_hash name_or_path
@@ -40,6 +42,10 @@ HARMLESS = frozenset(
     router_jitter_noise return_dict chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention id2label
     label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix torchscript
     gradient_checkpointing use_return_dict model_max_length vision_config unsloth_fixed unsloth_version
+    tie_encoder_decoder cross_attention_hidden_size pruned_heads tf_legacy_loss bad_words_ids suppress_tokens
+    begin_suppress_tokens do_sample early_stopping encoder_no_repeat_ngram_size no_repeat_ngram_size length_penalty
+    exponential_decay_length_penalty diversity_penalty repetition_penalty max_length min_length num_beams
+    num_beam_groups num_return_sequences remove_invalid_values return_dict_in_generate temperature top_k top_p typical_p
     """.split()  # noqa: SIM905
 )
 _HARMLESS_PATTERNS = re.compile(
@@ -75,10 +81,12 @@ class Fields:
         self._spelling: dict[str, str] = {}
         self._read: set[str] = set()
         for key, value in values.items():
+            if not isinstance(key, str):
+                raise SpecError(f"{owner}: the field name {key!r} is not text")
             name = ALIASES.get(key, key)
             if name in self._values and not same_value(self._values[name], value):
-                first = self._spelling[name]
-                raise SpecError(f"{owner}: {first}={self._values[name]!r} and {key}={value!r} are one field and disagree")
+                first = f"{self._spelling[name]}={self._values[name]!r}"
+                raise SpecError(f"{owner}: {first} and {key}={value!r} are one field and disagree")
             if name not in self._values:
                 self._values[name], self._spelling[name] = value, key
 
@@ -108,18 +116,18 @@ class Fields:
             return self._values[name]
         if name in self._defaults:
             return self._defaults[name]
-        spellings = [name, *(alias for alias, target in ALIASES.items() if target == name)]
-        raise SpecError(f"{self.owner}: required field {' / '.join(spellings)} is missing and has no default for this family")
+        spellings = " / ".join([name, *(alias for alias, target in ALIASES.items() if target == name)])
+        raise SpecError(f"{self.owner}: required field {spellings} is missing and has no default for this family")
 
     def error(self, name: str, expected: str) -> SpecError:
         """A SpecError about the value of `name`."""
-        return SpecError(f"{self.owner}: {self.label(name)}={self.raw(name)!r} is not possible; expected {expected}")
+        return SpecError(f"{self.owner}: {self.label(name)}={_short(self.raw(name))} is not possible; expected {expected}")
 
     def integer(self, name: str, minimum: int = 1) -> int:
-        """An integer of at least `minimum`; neither a boolean, a float nor text."""
+        """An integer from `minimum` up; neither a boolean, a float nor text."""
         value = self.raw(name)
-        if not is_integer(value) or value < minimum:
-            raise self.error(name, f"an integer of at least {minimum}")
+        if not is_integer(value) or not minimum <= value <= MAX_INTEGER:
+            raise self.error(name, f"an integer from {minimum} to {MAX_INTEGER}")
         return int(value)
 
     def optional_integer(self, name: str, minimum: int = 1) -> int | None:
@@ -151,7 +159,7 @@ class Fields:
         self._read.update(name for name in names if name in self._values)
 
     def finish(self, skipped: tuple[str, ...] = (), *, strict: bool = False) -> Leftovers:
-        """Sort the unread keys; raises SpecError for one that may alter the mathematics (`strict`: for any unknown one)."""
+        """Sort the unread keys; one that may alter the mathematics is an error (`strict`: any unknown one)."""
         ignored: list[str] = []
         unknown: list[str] = []
         for name, value in self._values.items():
@@ -177,14 +185,15 @@ def is_integer(value: Any) -> bool:
 
 def positive_number(owner: str, label: str, value: Any) -> float:
     """`value` as a finite float greater than zero."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise SpecError(f"{owner}: {label}={value!r} is not possible; expected a finite number above zero")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise SpecError(f"{owner}: {label}={_short(value)} is not possible; expected a finite number above zero")
     return float(value)
 
 
 def same_value(left: Any, right: Any) -> bool:
     """Equality that does not take True for 1."""
-    return type(left) is type(right) and left == right or (_is_number(left) and _is_number(right) and left == right)
+    comparable = type(left) is type(right) or (_is_number(left) and _is_number(right))
+    return comparable and bool(left == right)
 
 
 def _is_number(value: Any) -> bool:
@@ -192,5 +201,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        text = f"a huge {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."

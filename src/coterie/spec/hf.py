@@ -1,7 +1,8 @@
 """A Hugging Face config.json to a ModelSpec: the only reader of that format.
 
-Steps: unwrap `text_config`, find the family (`spec/families.py`), unify spellings (`spec/fields.py`, `spec/hf_rope.py`),
-expand every count into a tuple of layers, refuse what is left over and may alter the mathematics. No tensor is looked at.
+Steps: unwrap `text_config`, find the family (`spec/families.py`), unify spellings (`spec/fields.py`,
+`spec/hf_rope.py`), expand every count into a tuple of layers, refuse what is left over and may alter the mathematics.
+No tensor is looked at.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def spec_from_hf(source: str | Path | Mapping[str, Any], *, strict: bool = False
     values, outer = _unwrap(raw)
     family = _family(values)
     fields = Fields(values, family.defaults, family.model_type)
+    fields.skip("model_type")
     _check_fixed(family, fields)
     count = fields.integer("num_hidden_layers")
     if count > MAX_LAYERS:
@@ -50,7 +52,7 @@ def spec_from_hf(source: str | Path | Mapping[str, Any], *, strict: bool = False
     _check_window(family, fields, count)
     depth = fields.optional_integer("num_nextn_predict_layers", 0) or 0
     if depth > MAX_LAYERS or (depth and not family.has_mtp):
-        raise fields.error("num_nextn_predict_layers", "0: no place is known where this family stores prediction layers")
+        raise fields.error("num_nextn_predict_layers", "0: it is not known where this family stores prediction layers")
     layers = _layers(family, fields, count, depth)
     spec = ModelSpec(
         model_type=family.model_type,
@@ -184,7 +186,7 @@ def _layers(family: Family, fields: Fields, count: int, depth: int) -> tuple[Lay
 
 
 def _routed(family: Family, fields: Fields, count: int, depth: int) -> list[bool]:
-    """Which layers route. A list in the file overrides counts; entries past the last decoder layer are the MTP blocks'."""
+    """Which layers route. A list in the file overrides counts; entries past the decoder layers are the MTP blocks'."""
     total = count + depth
     if family.layers in ("dense", "all_routed"):
         return [family.layers == "all_routed"] * total
@@ -276,9 +278,10 @@ def _moe(family: Family, rule: RouterRule, fields: Fields) -> MoESpec:
     groups, keep = _groups(rule, fields, experts)
     reach = experts // groups * keep
     if top_k > reach:
-        where = f"{reach} experts in the {keep} of {groups} groups that are kept" if groups > 1 else f"{experts} experts"
-        raise fields.error("num_experts_per_tok", f"at most {reach}: there are {where}")
+        where = f"the {keep} of {groups} groups that are kept" if groups > 1 else "all"
+        raise fields.error("num_experts_per_tok", f"at most {reach}, the number of experts in {where}")
     inner = fields.integer("intermediate_size" if family.layers == "all_routed" else "moe_intermediate_size")
+    scale = fields.number("routed_scaling_factor") if fields.has_default("routed_scaling_factor") else 1.0
     shared = 0
     if family.shared == "count":
         shared = inner * (fields.optional_integer("n_shared_experts", 0) or 0)
@@ -296,7 +299,7 @@ def _moe(family: Family, rule: RouterRule, fields: Fields) -> MoESpec:
         normalize=rule.always_normalize or fields.flag("norm_topk_prob"),
         norm_epsilon=rule.norm_epsilon,
         scale_normalized=rule.scale_normalized,
-        routed_scaling_factor=fields.number("routed_scaling_factor") if fields.has_default("routed_scaling_factor") else 1.0,
+        routed_scaling_factor=scale,
         shared_intermediate_size=shared,
         shared_gate=family.shared == "width" and shared > 0,
     )
@@ -351,7 +354,7 @@ def _quantization(fields: Fields) -> Fp8BlockQuant | None:
         raise fields.error("quantization_config", "an object or null")
     method = config.get("quant_method")
     if method != "fp8":
-        raise SpecError(f"{fields.owner}: quantisation {method!r} is not supported; possible are none and 'fp8' in blocks")
+        raise SpecError(f"{fields.owner}: quantisation {method!r} is not supported, only none and fp8 in blocks")
     for key, allowed in _FP8_VALUES.items():
         if config.get(key) not in allowed:
             raise SpecError(f"{fields.owner}: quantization_config {key}={config[key]!r} is not supported")

@@ -70,7 +70,7 @@ def read_rope(fields: Fields, *, partial: bool) -> RopeConfig:
     if share > 1 or (share != 1 and not partial):
         raise SpecError(f"{owner}: partial_rotary_factor={share} is not possible; expected 1" + " or less" * partial)
     kind = merged.pop("rope_type", None) or "default"
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise SpecError(f"{owner}: rope scaling of type {kind!r} is not supported; possible are {', '.join(_KEYS)}")
     unread = [key for key, value in merged.items() if key not in _KEYS[kind] and value is not None]
     if unread:
@@ -92,7 +92,7 @@ def rope_spec(config: RopeConfig, head_dim: int, max_positions: int, *, interlea
     if original is None and config.kind == "yarn":
         original = max_positions
     if not is_integer(original) or cast(int, original) < 1:
-        raise SpecError(f"{config.owner}: rope original_max_position_embeddings={original!r} must be a positive integer")
+        raise SpecError(f"{config.owner}: rope original_max_position_embeddings={original!r} is no positive integer")
     original = cast(int, original)
     if config.kind == "llama3":
         low, high = config.number("low_freq_factor"), config.number("high_freq_factor")
@@ -158,7 +158,7 @@ def _unify(owner: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[s
             default = "default" if key == "rope_type" else None
             a, b = left.get(key, default), right.get(key, default)
             if not same_value(a, b):
-                raise SpecError(f"{owner}: rope_scaling and rope_parameters are both given and disagree on {key}: {a!r}, {b!r}")
+                raise SpecError(f"{owner}: rope_scaling and rope_parameters disagree on {key}: {a!r} and {b!r}")
     return left or right
 
 

@@ -1,7 +1,7 @@
 """ModelSpec: what a model *is*, as frozen values, and every number that follows from that.
 
 Families are values, not classes: a model is a tuple of `LayerSpec(attention, ffn)`, so a hybrid is no special case.
-Parameters, weight bytes, KV bytes and FLOPs per token are derived here and only here; `plan` and `serve` read the same numbers.
+Parameters, weight bytes, KV bytes and FLOPs per token are derived here and only here, so `plan` and `serve` agree.
 This file holds no parsing (`spec/hf.py` reads a Hugging Face config), no tensor names (`model/names.py`) and no arrays.
 Shape letters: H hidden, N heads, E experts, K experts per token, I intermediate width.
 """
@@ -19,8 +19,8 @@ from typing import Any, Literal
 class RopeSpec:
     """Rotary embedding of the first `dim` channels of a head, or of MLA's separate rope part.
 
-    `interleaved` rotates channels (2i, 2i+1); otherwise (i, i + dim/2). `attention_factor` multiplies cos and sin and is
-    already resolved (YaRN's m(mscale)/m(mscale_all_dim), or what the file says); the softmax's share of YaRN is in
+    `interleaved` rotates channels (2i, 2i+1); otherwise (i, i + dim/2). `attention_factor` multiplies cos and sin and
+    is already resolved (YaRN's m(mscale)/m(mscale_all_dim), or what the file says); the softmax's share of YaRN is in
     `AttentionSpec.softmax_scale`. Angles: `spec/rope.py`.
     """
 
@@ -40,7 +40,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheStream:
-    """What one layer keeps per token (or per sequence). MLA's latent is one `append` stream, 576 wide, one row a token."""
+    """What one layer keeps per token (or per sequence). MLA's latent is one `append` stream, one row a token."""
 
     name: str
     kind: Literal["append", "ring", "state"]
@@ -52,7 +52,7 @@ class CacheStream:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """MLA or GQA. MLA: `qk_head_dim` = `qk_nope_head_dim` + `qk_rope_head_dim`, one shared latent of `kv_lora_rank` + rope.
+    """MLA or GQA. MLA: `qk_head_dim` = `qk_nope_head_dim` + `qk_rope_head_dim`; one latent of `kv_lora_rank` + rope.
 
     `q_bias`/`o_bias`: GQA has the first on q, k and v; MLA on q_a and kv_a (never on q_b, kv_b or a single q_proj).
     """
@@ -134,7 +134,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Fp8BlockQuant:
-    """DeepSeek's FP8 checkpoint format: e4m3 weights, one fp32 multiplier per (rows x cols) block, last blocks short."""
+    """DeepSeek's FP8 checkpoint format: e4m3 weights, one fp32 multiplier per (rows x cols) block, last ones short."""
 
     block_rows: int = 128
     block_cols: int = 128
@@ -144,8 +144,8 @@ class Fp8BlockQuant:
 class ModelSpec:
     """A whole model. `layers` are the decoder layers; `mtp_layers` the multi-token-prediction blocks after them.
 
-    `ignored_fields` lists config keys that were seen and cannot alter the mathematics, `unknown_fields` unheard-of ones that
-    say nothing (null, false, empty); the loader reports both.
+    `ignored_fields` lists config keys that were seen and cannot alter the mathematics, `unknown_fields` unheard-of
+    ones that say nothing (null, false, empty); the loader reports both.
     `dtype` is the checkpoint's declared weight type ("float32", "bfloat16", "float16").
     """
 
@@ -212,7 +212,8 @@ class ModelSpec:
         attention = 0
         for layer in self.layers:
             spec = layer.attention
-            widths = (spec.latent_width + spec.kv_lora_rank) if spec.kind == "mla" else (spec.qk_head_dim + spec.v_head_dim)
+            grouped = spec.qk_head_dim + spec.v_head_dim
+            widths = spec.latent_width + spec.kv_lora_rank if spec.kind == "mla" else grouped
             attention += spec.num_heads * widths * context
         return 2 * (self.num_active_parameters - self._vector_parameters() + attention)
 

@@ -21,8 +21,8 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 def inverse_frequencies(rope: RopeSpec) -> NDArray[np.float32]:
     """Radians per position of each rotated pair: [dim/2]."""
-    base = np.float32(1.0) / np.power(np.float32(rope.theta), np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim))
-    base = base.astype(np.float32)
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    base = (np.float32(1.0) / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
     if rope.scaling == "linear":
         return (base / np.float32(rope.factor)).astype(np.float32)
     if rope.scaling == "yarn":
@@ -61,7 +61,8 @@ def _llama3(rope: RopeSpec, base: NDArray[np.float32]) -> NDArray[np.float32]:
     low_wavelength = rope.original_max_positions / rope.low_freq_factor
     high_wavelength = rope.original_max_positions / rope.high_freq_factor
     slow = np.where(wavelength > low_wavelength, base / np.float32(rope.factor), base)
-    smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    turns = rope.original_max_positions / wavelength
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     mixed = (1 - smooth) * slow / np.float32(rope.factor) + smooth * slow
     medium = ~(wavelength < high_wavelength) & ~(wavelength > low_wavelength)
     return np.where(medium, mixed, slow).astype(np.float32)
