@@ -1,0 +1,1 @@
+"""The transport door: exchanges between ranks."""

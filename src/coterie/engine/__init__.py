@@ -1,0 +1,1 @@
+"""Requests, scheduling, sampling and the step loop behind a message interface."""

@@ -1,0 +1,242 @@
+"""NativeKernels: the C++ backend on numpy float32 arrays. The default; needs no torch.
+
+This file allocates outputs and hands arrays to the extension `_native`, which checks every shape and index and computes
+without the GIL. Weights are packed banks; caches are float32, or uint16 holding bf16 bits. Integers: int32 ids and
+positions, int64 orders, positions of rows and counts. An output row depends on its own input row only, bit for bit,
+whatever the batch and the number of threads; it may differ between ISA levels. Letters as in `kernels/api.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.kernels import _native
+from coterie.kernels.api import HostArray, Prepared, Regrouped, Routed, SortedRows, WeightKind
+from coterie.kernels.batch import ForwardBatch
+from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
+from coterie.spec.rope import cos_sin
+
+Floats = NDArray[np.float32]
+Integers = NDArray[Any]
+IsaLevel = Literal["generic", "avx2", "avx512"]
+
+
+class NativeKernels:
+    """One device: a thread pool and the kernels of one ISA level. Safe to call from several threads (calls take turns)."""
+
+    name = "native"
+
+    def __init__(self, threads: int = 1, isa: str | None = None) -> None:
+        """Raises ValueError for a level that this build or processor lacks (`None`: the best); `select` says why first."""
+        self._device = _native.Device(threads, isa or _native.isa_levels()[-1])
+
+    @property
+    def threads(self) -> int:
+        return self._device.threads
+
+    @property
+    def isa(self) -> str:
+        return self._device.isa
+
+    # ---- weights and tables ------------------------------------------------------------------------------------------
+    def allocate(self, count: int, rows: int, cols: int, kind: WeightKind) -> _native.Bank:
+        return _native.Bank(count, rows, cols, kind)
+
+    def fill(self, bank: _native.Bank, index: int, row: int, values: HostArray) -> None:
+        self._device.fill(bank, index, row, _floats(values))
+
+    def read(self, bank: _native.Bank, index: int) -> HostArray:
+        out = np.empty((bank.rows, bank.cols), np.float32)
+        self._device.read(bank, index, out)
+        return out
+
+    def vector(self, values: HostArray) -> Floats:
+        return np.array(values, np.float32)
+
+    def rope_table(self, rope: RopeSpec, max_positions: int) -> Floats:
+        return np.ascontiguousarray(cos_sin(rope, max_positions))
+
+    def allocate_cache(self, num_slots: int, width: int, kind: WeightKind) -> NDArray[Any]:
+        return np.zeros((num_slots, width), np.float32 if kind == "f32" else np.uint16)
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+    def prepare(self, batch: ForwardBatch) -> Prepared:
+        return Prepared(
+            host=batch,
+            token_ids=_integers(batch.token_ids, np.int32),
+            positions=_integers(batch.positions, np.int32),
+            query_start=_integers(batch.query_start, np.int32),
+            context_lens=_integers(batch.context_lens, np.int32),
+            logit_rows=_integers(batch.logit_rows, np.int32),
+            block_tables=None if batch.block_tables is None else _integers(batch.block_tables, np.int32),
+            slot_mapping=None if batch.slot_mapping is None else _integers(batch.slot_mapping, np.int64),
+            ones_counts=np.array([batch.num_tokens], np.int64),
+        )
+
+    def to_host(self, array: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(array)
+
+    def embed(self, table: _native.Bank, token_ids: Integers) -> Floats:
+        ids = _integers(token_ids, np.int32)
+        out = np.empty((len(ids), table.cols), np.float32)
+        self._device.embed(table, ids, out)
+        return out
+
+    def norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
+        x = _floats(x)
+        out = np.empty_like(x)
+        self._device.norm(x, weight, eps, out)
+        return out
+
+    def add_norm(self, delta: Floats, residual: Floats, weight: Floats, eps: float) -> tuple[Floats, Floats]:
+        delta = _floats(delta)
+        out, total = np.empty_like(delta), np.empty_like(delta)
+        self._device.add_norm(delta, _floats(residual), weight, eps, out, total)
+        return out, total
+
+    def linear(self, x: Floats, weight: _native.Bank, bias: Floats | None = None) -> Floats:
+        x = _floats(x)
+        out = np.empty((len(x), weight.rows), np.float32)
+        self._device.linear(x, weight, bias, out)
+        return out
+
+    def head_linear(self, x: Floats, weight: _native.Bank) -> Floats:
+        x = _floats(x)
+        out = np.empty((len(x), weight.count, weight.rows), np.float32)
+        self._device.head_linear(x, weight, out)
+        return out
+
+    def mla_inputs(
+        self,
+        query: Floats,
+        kv: Floats,
+        w_uk: _native.Bank,
+        norm_weight: Floats,
+        table: Floats,
+        positions: Integers,
+        spec: AttentionSpec,
+    ) -> tuple[Floats, Floats]:
+        query, kv = _floats(query), _floats(kv)
+        query_out = np.empty((len(query), spec.num_heads, spec.latent_width), np.float32)
+        rows_out = np.empty((len(query), spec.latent_width), np.float32)
+        rope = _native.RopeInputs(table, _integers(positions, np.int32))
+        self._device.mla_inputs(query, kv, w_uk, norm_weight, rope, _shape(spec), query_out, rows_out)
+        return query_out, rows_out
+
+    def gqa_inputs(
+        self,
+        query: Floats,
+        key: Floats,
+        norms: tuple[Floats, Floats] | None,
+        table: Floats,
+        positions: Integers,
+        spec: AttentionSpec,
+    ) -> tuple[Floats, Floats]:
+        query, key, shape = _floats(query), _floats(key), _shape(spec)
+        query_out = np.empty((len(query), spec.num_heads, spec.qk_head_dim), np.float32)
+        key_out = np.empty_like(key)
+        rope = _native.RopeInputs(table, _integers(positions, np.int32))
+        q_norm, k_norm = norms or (None, None)
+        self._device.gqa_heads(query, q_norm, rope, shape, query_out)
+        self._device.gqa_heads(key, k_norm, rope, shape, key_out)
+        return query_out, key_out
+
+    def cache_write(self, cache: NDArray[Any], rows: Floats, batch: Prepared) -> None:
+        self._device.cache_write(cache, _floats(rows), batch.slot_mapping)
+
+    def attend(
+        self, query: Floats, keys: NDArray[Any], values: NDArray[Any] | None, batch: Prepared, spec: AttentionSpec
+    ) -> Floats:
+        query, shape = _floats(query), _shape(spec)
+        width = spec.kv_lora_rank if values is None else spec.v_head_dim
+        out = np.empty((len(query), spec.num_heads, width), np.float32)
+        layout = _native.Layout(batch.query_start, batch.positions, batch.block_tables, batch.host.page_size)
+        self._device.attend(query, keys, values, layout, shape, out)
+        return out
+
+    def route(self, x: Floats, gate: _native.Bank, bias: Floats | None, spec: MoESpec) -> Routed:
+        x = _floats(x)
+        ids = np.empty((len(x), spec.top_k), np.int32)
+        weights = np.empty((len(x), spec.top_k), np.float32)
+        shape = _native.RouteShape(
+            top_k=spec.top_k,
+            groups=spec.num_groups,
+            topk_groups=spec.topk_groups,
+            sigmoid=spec.scoring == "sigmoid",
+            top2_sum=spec.group_score == "top2_sum",
+            normalize=spec.normalize,
+            scale=spec.scale_normalized or not spec.normalize,
+            norm_epsilon=spec.norm_epsilon,
+            scaling=spec.routed_scaling_factor,
+        )
+        self._device.route(x, gate, bias, shape, ids, weights)
+        return Routed(ids, weights)
+
+    def sort_by_expert(self, expert_ids: Integers, num_experts: int) -> SortedRows:
+        ids = _integers(expert_ids, np.int32)
+        token, position = np.empty(ids.size, np.int64), np.empty(ids.shape, np.int64)
+        counts = np.empty(num_experts, np.int64)
+        _native.sort_by_expert(ids, token, position, counts)
+        return SortedRows(token, position, counts)
+
+    def regroup(self, received: NDArray[np.integer]) -> Regrouped:
+        experts = np.tile(np.arange(received.shape[1]), received.shape[0])
+        order = np.argsort(np.repeat(experts, received.reshape(-1)), kind="stable")
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        return Regrouped(order, inverse, received.sum(0).astype(np.int64))
+
+    def concat(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate(parts)
+
+    def experts(self, rows: Floats, counts: Integers, gate_up: _native.Bank, down: _native.Bank) -> Floats:
+        rows = _floats(rows)
+        out = np.empty((len(rows), down.rows), np.float32)
+        self._device.experts(rows, _integers(counts, np.int64), gate_up, down, out)
+        return out
+
+    def combine(self, rows: Floats, position: Integers, weights: Floats, shared: Floats | None) -> Floats:
+        rows = _floats(rows)
+        out = np.empty((len(position), rows.shape[1]), np.float32)
+        shared = None if shared is None else _floats(shared)
+        self._device.combine(rows, _integers(position, np.int64), _floats(weights), shared, out)
+        return out
+
+    def sigmoid_scale(self, x: Floats, gate: Floats) -> Floats:
+        x = _floats(x)
+        out = np.empty_like(x)
+        self._device.sigmoid_scale(x, _floats(gate), out)
+        return out
+
+    def head(self, x: Floats, weight: _native.Bank) -> Floats:
+        return self.linear(x, weight)
+
+
+def _floats(array: NDArray[Any]) -> Floats:
+    """C-contiguous float32, without a copy where it is that already. Any other type is a mistake, never narrowed here."""
+    if array.dtype != np.float32:
+        raise TypeError(f"native kernels take float32 arrays, not {array.dtype}")
+    return np.ascontiguousarray(array)
+
+
+def _integers(array: Integers, dtype: type[np.integer[Any]]) -> Integers:
+    return np.ascontiguousarray(array, dtype)
+
+
+def _shape(spec: AttentionSpec) -> _native.AttentionShape:
+    latent = spec.kind == "mla"
+    return _native.AttentionShape(
+        heads=spec.num_heads,
+        groups=1 if latent else spec.num_kv_heads,
+        key_dim=spec.latent_width if latent else spec.qk_head_dim,
+        value_dim=spec.kv_lora_rank if latent else spec.v_head_dim,
+        nope=spec.qk_nope_head_dim,
+        rank=spec.kv_lora_rank,
+        rope_dim=spec.rope.dim,
+        interleaved=spec.rope.interleaved,
+        scale=spec.softmax_scale,
+        eps=spec.latent_norm_eps if latent else spec.qk_norm_eps,
+    )

@@ -1,0 +1,504 @@
+// The Python edge: the extension module coterie.kernels._native. Every shape, type and index that a kernel relies on is
+// checked here and said in the message; outputs are allocated by the caller (kernels/native.py). The GIL is released while
+// an op computes. Arrays are C-contiguous numpy arrays: float32, int32 ids and positions, int64 orders and counts.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ops.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace coterie {
+
+namespace {
+
+template <class T>
+using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+using In = Array<const float>;
+using Out = Array<float>;
+using Ids = Array<const std::int32_t>;
+using Rows = Array<const std::int64_t>;
+using Stream = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using MutableStream = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+struct AttentionShape {
+  std::int64_t heads, groups, key_dim, value_dim, nope, rank, rope_dim;
+  bool interleaved;
+  float scale, eps;
+};
+
+struct RouteShape {
+  std::int64_t top_k, groups, topk_groups;
+  bool sigmoid, top2_sum, normalize, scale;
+  float norm_epsilon, scaling;
+};
+
+void require(bool ok, const std::string& message) {
+  if (!ok) throw std::invalid_argument(message);
+}
+
+template <class A>
+std::string shape_text(const A& array) {
+  std::string text = "[";
+  for (std::size_t i = 0; i < array.ndim(); ++i) text += (i ? ", " : "") + std::to_string(array.shape(i));
+  return text + "]";
+}
+
+// Raises unless `array` has exactly this shape.
+template <class A>
+void expect(const char* op, const char* name, const A& array, const std::vector<std::int64_t>& shape) {
+  bool same = array.ndim() == shape.size();
+  for (std::size_t i = 0; same && i < shape.size(); ++i) same = static_cast<std::int64_t>(array.shape(i)) == shape[i];
+  if (same) return;
+  std::string wanted = "[";
+  for (std::size_t i = 0; i < shape.size(); ++i) wanted += (i ? ", " : "") + std::to_string(shape[i]);
+  throw std::invalid_argument(std::string(op) + ": " + name + " has shape " + shape_text(array) + ", needs " + wanted + "]");
+}
+
+template <class A>
+std::int64_t rows_of(const char* op, const A& array) {
+  require(array.ndim() >= 1, std::string(op) + ": an array with no axes");
+  return static_cast<std::int64_t>(array.shape(0));
+}
+
+template <class A>
+void expect_range(const char* op, const char* name, const A& array, std::int64_t limit) {
+  for (std::size_t i = 0; i < array.size(); ++i) {
+    const std::int64_t value = array.data()[i];
+    if (value < 0 || value >= limit) {
+      throw std::invalid_argument(std::string(op) + ": " + name + " holds " + std::to_string(value) + ", must be in [0, " +
+                                  std::to_string(limit) + ")");
+    }
+  }
+}
+
+template <class A>
+Kind stream_kind(const char* op, const A& array) {
+  require(array.ndim() == 2, std::string(op) + ": a cache stream is [slots, width], not " + shape_text(array));
+  if (array.dtype() == nb::dtype<float>()) return Kind::f32;
+  require(array.dtype() == nb::dtype<std::uint16_t>(), std::string(op) + ": a cache stream is float32 or uint16 (bf16)");
+  return Kind::bf16;
+}
+
+void expect_bank(const char* op, const Bank& bank, std::int64_t count, std::int64_t rows, std::int64_t cols) {
+  if (bank.count() == count && bank.rows() == rows && bank.cols() == cols) return;
+  throw std::invalid_argument(std::string(op) + ": bank holds " + std::to_string(bank.count()) + " matrices [" +
+                              std::to_string(bank.rows()) + ", " + std::to_string(bank.cols()) + "], needs " +
+                              std::to_string(count) + " of [" + std::to_string(rows) + ", " + std::to_string(cols) + "]");
+}
+
+Rope make_rope(const char* op, const In& table, const Ids& positions, const AttentionShape& shape) {
+  require(table.ndim() == 3, std::string(op) + ": the rope table is [positions, 2, dim/2]");
+  expect(op, "rope table", table, {static_cast<std::int64_t>(table.shape(0)), 2, shape.rope_dim / 2});
+  expect_range(op, "positions", positions, static_cast<std::int64_t>(table.shape(0)));
+  return {table.data(), positions.data(), shape.rope_dim, shape.interleaved};
+}
+
+const KernelTable& find_table(const std::string& isa) {
+#ifdef COTERIE_X86
+  if (isa == "avx2") return avx2::table;
+  if (isa == "avx512") return avx512::table;
+#endif
+  require(isa == "generic", "unknown ISA level '" + isa + "'");
+  return generic::table;
+}
+
+// Levels this build holds and this processor runs, best last.
+std::vector<std::string> isa_levels() {
+  std::vector<std::string> levels{"generic"};
+#ifdef COTERIE_X86
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2) levels.emplace_back("avx2");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    levels.emplace_back("avx512");
+  }
+#endif
+  return levels;
+}
+
+void init_device(Device* self, int threads, const std::string& isa) {
+  require(threads >= 1 && threads <= 1024, "threads must be in [1, 1024], not " + std::to_string(threads));
+  bool available = false;
+  for (const std::string& level : isa_levels()) available = available || level == isa;
+  require(available, "ISA level '" + isa + "' is not available on this processor");
+  new (self) Device(threads, find_table(isa));
+}
+
+// ---- weights --------------------------------------------------------------------------------------------------------
+
+void init_bank(Bank* self, std::int64_t count, std::int64_t rows, std::int64_t cols, const std::string& kind) {
+  require(count >= 1 && rows >= 1 && cols >= 1, "allocate: count, rows and cols must be at least 1");
+  require(kind == "f32" || kind == "bf16", "allocate: weight kind '" + kind + "' is neither f32 nor bf16");
+  new (self) Bank(count, rows, cols, kind == "f32" ? Kind::f32 : Kind::bf16);
+}
+
+void fill(Device& device, Bank& bank, std::int64_t index, std::int64_t row, const In& values) {
+  const std::int64_t n = rows_of("fill", values);
+  expect("fill", "values", values, {n, bank.cols()});
+  require(index >= 0 && index < bank.count(), "fill: matrix " + std::to_string(index) + " of " + std::to_string(bank.count()));
+  require(row >= 0 && row + n <= bank.rows(), "fill: rows " + std::to_string(row) + " to " + std::to_string(row + n) +
+                                                  " of a matrix with " + std::to_string(bank.rows()));
+  const nb::gil_scoped_release release;
+  device.fill(bank, index, row, n, values.data());
+}
+
+void read(Device& device, const Bank& bank, std::int64_t index, const Out& out) {
+  expect("read", "out", out, {bank.rows(), bank.cols()});
+  require(index >= 0 && index < bank.count(), "read: matrix " + std::to_string(index) + " of " + std::to_string(bank.count()));
+  const nb::gil_scoped_release release;
+  device.read(bank, index, out.data());
+}
+
+void embed(Device& device, const Bank& bank, const Ids& ids, const Out& out) {
+  const std::int64_t n = rows_of("embed", ids);
+  expect("embed", "token_ids", ids, {n});
+  expect("embed", "out", out, {n, bank.cols()});
+  expect_range("embed", "token_ids", ids, bank.rows());
+  const nb::gil_scoped_release release;
+  device.embed(bank, ids.data(), n, out.data());
+}
+
+// ---- products and rows ----------------------------------------------------------------------------------------------
+
+void linear(Device& device, const In& x, const Bank& bank, const std::optional<In>& bias, const Out& out) {
+  const std::int64_t n = rows_of("linear", x);
+  expect_bank("linear", bank, 1, bank.rows(), bank.cols());
+  expect("linear", "x", x, {n, bank.cols()});
+  expect("linear", "out", out, {n, bank.rows()});
+  if (bias) expect("linear", "bias", *bias, {bank.rows()});
+  const nb::gil_scoped_release release;
+  device.products({{x.data(), bank.cols(), bank.matrix(0), bias ? bias->data() : nullptr, out.data(), bank.rows(), n}});
+}
+
+void head_linear(Device& device, const In& x, const Bank& bank, const Out& out) {
+  const std::int64_t n = rows_of("head_linear", x), heads = bank.count();
+  expect("head_linear", "x", x, {n, heads, bank.cols()});
+  expect("head_linear", "out", out, {n, heads, bank.rows()});
+  const nb::gil_scoped_release release;
+  std::vector<Product> products;
+  for (std::int64_t h = 0; h < heads; ++h) {
+    products.push_back({x.data() + h * bank.cols(), heads * bank.cols(), bank.matrix(h), nullptr,
+                        out.data() + h * bank.rows(), heads * bank.rows(), n});
+  }
+  device.products(products);
+}
+
+void norm(Device& device, const In& x, const In& weight, float eps, const Out& out) {
+  require(x.ndim() >= 1 && weight.ndim() == 1 && x.shape(x.ndim() - 1) == weight.shape(0),
+          "norm: x is " + shape_text(x) + ", weight " + shape_text(weight));
+  require(out.size() == x.size(), "norm: out has " + std::to_string(out.size()) + " values");
+  const auto width = static_cast<std::int64_t>(weight.shape(0));
+  const auto rows = static_cast<std::int64_t>(x.size()) / width;
+  const nb::gil_scoped_release release;
+  device.norm({x.data(), nullptr, weight.data(), out.data(), nullptr, width, eps}, rows);
+}
+
+void add_norm(Device& device, const In& delta, const In& residual, const In& weight, float eps, const Out& out,
+              const Out& total) {
+  const std::int64_t n = rows_of("add_norm", delta), width = rows_of("add_norm", weight);
+  expect("add_norm", "weight", weight, {width});
+  expect("add_norm", "delta", delta, {n, width});
+  expect("add_norm", "residual", residual, {n, width});
+  expect("add_norm", "out", out, {n, width});
+  expect("add_norm", "total", total, {n, width});
+  const nb::gil_scoped_release release;
+  device.norm({delta.data(), residual.data(), weight.data(), out.data(), total.data(), width, eps}, n);
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+struct RopeInputs {
+  In table;
+  Ids positions;
+};
+
+void mla_inputs(Device& device, const In& query, const In& kv, const Bank& w_uk, const In& weight, const RopeInputs& inputs,
+                const AttentionShape& s, const Out& query_out, const Out& rows_out) {
+  const std::int64_t n = rows_of("mla_inputs", query), width = s.rank + s.rope_dim, in = s.nope + s.rope_dim;
+  expect("mla_inputs", "query", query, {n, s.heads * in});
+  expect("mla_inputs", "kv", kv, {n, width});
+  expect("mla_inputs", "positions", inputs.positions, {n});
+  expect("mla_inputs", "norm weight", weight, {s.rank});
+  expect("mla_inputs", "query out", query_out, {n, s.heads, width});
+  expect("mla_inputs", "rows out", rows_out, {n, width});
+  expect_bank("mla_inputs", w_uk, s.heads, s.rank, s.nope);
+  const Rope rope = make_rope("mla_inputs", inputs.table, inputs.positions, s);
+  const nb::gil_scoped_release release;
+  std::vector<Product> products;
+  for (std::int64_t h = 0; h < s.heads; ++h) {
+    products.push_back(
+        {query.data() + h * in, s.heads * in, w_uk.matrix(h), nullptr, query_out.data() + h * width, s.heads * width, n});
+  }
+  device.products(products);
+  device.mla_rows({query.data(), kv.data(), weight.data(), query_out.data(), rows_out.data(), rope, s.heads, s.nope, s.rank,
+                   s.eps}, n);
+}
+
+void gqa_heads(Device& device, const In& x, const std::optional<In>& weight, const RopeInputs& inputs,
+               const AttentionShape& s, const Out& out) {
+  const std::int64_t n = rows_of("gqa_inputs", x), width = s.key_dim;
+  require(x.ndim() == 2 && static_cast<std::int64_t>(x.shape(1)) % width == 0,
+          "gqa_inputs: rows " + shape_text(x) + " are not whole heads of " + std::to_string(width));
+  require(s.rope_dim <= width, "gqa_inputs: rope is wider than a head");
+  expect("gqa_inputs", "positions", inputs.positions, {n});
+  require(out.size() == x.size(), "gqa_inputs: out has " + std::to_string(out.size()) + " values");
+  if (weight) expect("gqa_inputs", "norm weight", *weight, {width});
+  const Rope rope = make_rope("gqa_inputs", inputs.table, inputs.positions, s);
+  const nb::gil_scoped_release release;
+  device.head_rows({x.data(), weight ? weight->data() : nullptr, out.data(), rope,
+                    static_cast<std::int64_t>(x.shape(1)) / width, width, s.eps}, n);
+}
+
+void cache_write(Device& device, const MutableStream& cache, const In& rows, const Rows& slots) {
+  const Kind kind = stream_kind("cache_write", cache);
+  const std::int64_t n = rows_of("cache_write", rows), width = static_cast<std::int64_t>(cache.shape(1));
+  expect("cache_write", "rows", rows, {n, width});
+  expect("cache_write", "slot_mapping", slots, {n});
+  expect_range("cache_write", "slot_mapping", slots, static_cast<std::int64_t>(cache.shape(0)));
+  const nb::gil_scoped_release release;
+  device.cache_write(cache.data(), kind, rows.data(), slots.data(), n, width);
+}
+
+// Where a step's rows stand: `blocks` and `page_size` only with a cache.
+struct Layout {
+  Ids query_start;
+  Ids positions;
+  std::optional<Ids> blocks;
+  std::int64_t page_size;
+};
+
+void check_blocks(const Layout& layout, std::int64_t slots) {
+  const std::int64_t limit = slots / layout.page_size, stride = static_cast<std::int64_t>(layout.blocks->shape(1));
+  const std::int32_t* start = layout.query_start.data();
+  for (std::int64_t s = 0; s + 1 < static_cast<std::int64_t>(layout.query_start.size()); ++s) {
+    if (start[s] == start[s + 1]) continue;
+    const std::int64_t first = layout.positions.data()[start[s]], last = layout.positions.data()[start[s + 1] - 1];
+    require(first >= 0 && last - first == start[s + 1] - 1 - start[s],
+            "attend: rows of sequence " + std::to_string(s) + " are not at consecutive positions");
+    require(last / layout.page_size < stride, "attend: position " + std::to_string(last) + " of sequence " +
+                                                  std::to_string(s) + " lies past its block table");
+    for (std::int64_t b = 0; b <= last / layout.page_size; ++b) {
+      const std::int64_t block = layout.blocks->data()[s * stride + b];
+      require(block >= 0 && block < limit, "attend: block " + std::to_string(block) + " of sequence " + std::to_string(s) +
+                                               " is not in [0, " + std::to_string(limit) + ")");
+    }
+  }
+}
+
+void check_layout(const Layout& layout, std::int64_t rows) {
+  const std::int64_t count = rows_of("attend", layout.query_start) - 1;
+  require(count >= 0 && layout.query_start.ndim() == 1, "attend: query_start is [S+1]");
+  const std::int32_t* start = layout.query_start.data();
+  require(start[0] == 0 && start[count] == rows, "attend: query_start does not span the rows");
+  for (std::int64_t s = 0; s < count; ++s) require(start[s] <= start[s + 1], "attend: query_start falls");
+  expect("attend", "positions", layout.positions, {rows});
+  if (!layout.blocks) return;
+  require(layout.blocks->ndim() == 2 && static_cast<std::int64_t>(layout.blocks->shape(0)) == count,
+          "attend: block_tables is [S, blocks]");
+  require(layout.page_size >= 1, "attend: page_size must be at least 1");
+}
+
+void attend(Device& device, const In& query, const Stream& keys, const std::optional<Stream>& values, const Layout& layout,
+            const AttentionShape& s, const Out& out) {
+  const std::int64_t n = rows_of("attend", query);
+  const Kind kind = stream_kind("attend", keys);
+  const Stream& value_rows = values ? *values : keys;
+  require(s.groups >= 1 && s.heads % s.groups == 0, "attend: heads are no multiple of key heads");
+  expect("attend", "query", query, {n, s.heads, s.key_dim});
+  expect("attend", "out", out, {n, s.heads, s.value_dim});
+  expect("attend", "keys", keys, {static_cast<std::int64_t>(keys.shape(0)), s.groups * s.key_dim});
+  require(stream_kind("attend", value_rows) == kind && value_rows.shape(0) == keys.shape(0),
+          "attend: keys and values differ in kind or slots");
+  require(values ? static_cast<std::int64_t>(value_rows.shape(1)) == s.groups * s.value_dim : s.value_dim <= s.key_dim,
+          "attend: values are " + shape_text(value_rows) + " for heads of " + std::to_string(s.value_dim));
+  check_layout(layout, n);
+  if (layout.blocks) {
+    check_blocks(layout, static_cast<std::int64_t>(keys.shape(0)));
+  } else {
+    require(static_cast<std::int64_t>(keys.shape(0)) == n, "attend: without a cache the keys are the step's own rows");
+  }
+  AttentionArgs args{query.data(), keys.data(), value_rows.data(), kind,
+                     static_cast<std::int64_t>(keys.shape(1)), static_cast<std::int64_t>(value_rows.shape(1)), out.data(),
+                     s.heads, s.groups, s.key_dim, s.value_dim, s.scale, layout.page_size};
+  Sequences sequences{layout.query_start.data(), layout.positions.data(), layout.blocks ? layout.blocks->data() : nullptr,
+                      layout.blocks ? static_cast<std::int64_t>(layout.blocks->shape(1)) : 0,
+                      static_cast<std::int64_t>(layout.query_start.size()) - 1};
+  const nb::gil_scoped_release release;
+  device.attend(args, sequences);
+}
+
+// ---- experts --------------------------------------------------------------------------------------------------------
+
+void route(Device& device, const In& x, const Bank& gate, const std::optional<In>& bias, const RouteShape& s,
+           const Array<std::int32_t>& ids, const Out& weights) {
+  const std::int64_t n = rows_of("route", x), experts = gate.rows();
+  expect_bank("route", gate, 1, experts, gate.cols());
+  expect("route", "x", x, {n, gate.cols()});
+  if (bias) expect("route", "correction bias", *bias, {experts});
+  expect("route", "ids", ids, {n, s.top_k});
+  expect("route", "weights", weights, {n, s.top_k});
+  require(s.top_k >= 1 && s.top_k <= experts, "route: top_k " + std::to_string(s.top_k) + " of " + std::to_string(experts));
+  require(s.groups <= 1 || (experts % s.groups == 0 && s.topk_groups >= 1 && s.topk_groups <= s.groups),
+          "route: " + std::to_string(s.topk_groups) + " of " + std::to_string(s.groups) + " groups of " +
+              std::to_string(experts) + " experts");
+  const nb::gil_scoped_release release;
+  const std::int64_t groups = s.groups > 1 ? s.groups : 1;
+  std::vector<float> scratch(static_cast<std::size_t>(n * (2 * experts + groups)));
+  float* scores = scratch.data();
+  device.products({{x.data(), gate.cols(), gate.matrix(0), nullptr, scores, experts, n}});
+  device.route({scores, bias ? bias->data() : nullptr, scores + n * experts, scores + 2 * n * experts, ids.data(),
+                weights.data(), experts, s.top_k, groups, s.topk_groups, s.sigmoid, s.top2_sum, s.normalize, s.scale,
+                s.norm_epsilon, s.scaling}, n);
+}
+
+// Counting sort of the T * K pairs by expert; stable.
+void sort_by_expert(const Ids& ids, const Array<std::int64_t>& token, const Array<std::int64_t>& position,
+                    const Array<std::int64_t>& counts) {
+  require(ids.ndim() == 2, "sort_by_expert: expert_ids is [T, K]");
+  const std::int64_t n = rows_of("sort_by_expert", ids), k = static_cast<std::int64_t>(ids.shape(1));
+  const std::int64_t experts = rows_of("sort_by_expert", counts);
+  expect("sort_by_expert", "token", token, {n * k});
+  expect("sort_by_expert", "position", position, {n, k});
+  expect_range("sort_by_expert", "expert_ids", ids, experts);
+  std::vector<std::int64_t> next(static_cast<std::size_t>(experts) + 1, 0);
+  for (std::int64_t i = 0; i < n * k; ++i) ++next[static_cast<std::size_t>(ids.data()[i]) + 1];
+  for (std::int64_t e = 0; e < experts; ++e) {
+    counts.data()[e] = next[static_cast<std::size_t>(e) + 1];
+    next[static_cast<std::size_t>(e) + 1] += next[static_cast<std::size_t>(e)];
+  }
+  for (std::int64_t i = 0; i < n * k; ++i) {
+    const std::int64_t at = next[static_cast<std::size_t>(ids.data()[i])]++;
+    token.data()[at] = i / k;
+    position.data()[i] = at;
+  }
+}
+
+void experts(Device& device, const In& rows, const Rows& counts, const Bank& gate_up, const Bank& down, const Out& out) {
+  const std::int64_t n = rows_of("experts", rows), inner = down.cols();
+  expect("experts", "rows", rows, {n, gate_up.cols()});
+  expect("experts", "counts", counts, {gate_up.count()});
+  expect_bank("experts", gate_up, gate_up.count(), 2 * inner, gate_up.cols());
+  expect_bank("experts", down, gate_up.count(), down.rows(), inner);
+  expect("experts", "out", out, {n, down.rows()});
+  std::int64_t total = 0;
+  for (std::size_t e = 0; e < counts.size(); ++e) {
+    require(counts.data()[e] >= 0, "experts: a negative count");
+    total += counts.data()[e];
+  }
+  require(total == n, "experts: counts add up to " + std::to_string(total) + " for " + std::to_string(n) + " rows");
+  const nb::gil_scoped_release release;
+  device.experts(rows.data(), counts.data(), gate_up, down, out.data());
+}
+
+void combine(Device& device, const In& rows, const Rows& position, const In& weights, const std::optional<In>& shared,
+             const Out& out) {
+  require(rows.ndim() == 2 && position.ndim() == 2, "combine: rows is [M, H], position [T, K]");
+  const std::int64_t n = rows_of("combine", position), k = static_cast<std::int64_t>(position.shape(1));
+  const std::int64_t width = static_cast<std::int64_t>(rows.shape(1));
+  expect("combine", "weights", weights, {n, k});
+  expect("combine", "out", out, {n, width});
+  if (shared) expect("combine", "shared", *shared, {n, width});
+  expect_range("combine", "position", position, rows_of("combine", rows));
+  const nb::gil_scoped_release release;
+  device.combine({rows.data(), position.data(), weights.data(), shared ? shared->data() : nullptr, out.data(), width, k}, n);
+}
+
+void sigmoid_scale(Device& device, const In& x, const In& gate, const Out& out) {
+  require(x.ndim() == 2, "sigmoid_scale: x is [T, H]");
+  const std::int64_t n = rows_of("sigmoid_scale", x), width = static_cast<std::int64_t>(x.shape(1));
+  expect("sigmoid_scale", "gate", gate, {n, 1});
+  expect("sigmoid_scale", "out", out, {n, width});
+  const nb::gil_scoped_release release;
+  device.sigmoid_scale(x.data(), gate.data(), out.data(), n, width);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native CPU kernels: see coterie.kernels.native.";
+  m.def("isa_levels", &isa_levels);
+  m.def("sort_by_expert", &sort_by_expert, nb::arg("ids").noconvert(), nb::arg("token").noconvert(),
+        nb::arg("position").noconvert(), nb::arg("counts").noconvert());
+
+  nb::class_<Bank>(m, "Bank")
+      .def("__init__", &init_bank, "count"_a, "rows"_a, "cols"_a, "kind"_a)
+      .def_prop_ro("count", &Bank::count)
+      .def_prop_ro("rows", &Bank::rows)
+      .def_prop_ro("cols", &Bank::cols)
+      .def_prop_ro("kind", [](const Bank& bank) { return bank.kind() == Kind::f32 ? "f32" : "bf16"; })
+      .def_prop_ro("nbytes", &Bank::bytes);
+
+  nb::class_<AttentionShape>(m, "AttentionShape")
+      .def("__init__",
+           [](AttentionShape* self, std::int64_t heads, std::int64_t groups, std::int64_t key_dim, std::int64_t value_dim,
+              std::int64_t nope, std::int64_t rank, std::int64_t rope_dim, bool interleaved, float scale, float eps) {
+             new (self) AttentionShape{heads, groups, key_dim, value_dim, nope, rank, rope_dim, interleaved, scale, eps};
+           },
+           nb::kw_only(), "heads"_a, "groups"_a, "key_dim"_a, "value_dim"_a, "nope"_a, "rank"_a, "rope_dim"_a,
+           "interleaved"_a, "scale"_a, "eps"_a);
+
+  nb::class_<RouteShape>(m, "RouteShape")
+      .def("__init__",
+           [](RouteShape* self, std::int64_t top_k, std::int64_t groups, std::int64_t topk_groups, bool sigmoid,
+              bool top2_sum, bool normalize, bool scale, float norm_epsilon, float scaling) {
+             new (self) RouteShape{top_k, groups, topk_groups, sigmoid, top2_sum, normalize, scale, norm_epsilon, scaling};
+           },
+           nb::kw_only(), "top_k"_a, "groups"_a, "topk_groups"_a, "sigmoid"_a, "top2_sum"_a, "normalize"_a, "scale"_a,
+           "norm_epsilon"_a, "scaling"_a);
+
+  nb::class_<RopeInputs>(m, "RopeInputs")
+      .def("__init__", [](RopeInputs* self, In table, Ids positions) { new (self) RopeInputs{table, positions}; },
+           nb::arg("table").noconvert(), nb::arg("positions").noconvert());
+
+  nb::class_<Layout>(m, "Layout")
+      .def("__init__",
+           [](Layout* self, Ids query_start, Ids positions, std::optional<Ids> blocks, std::int64_t page_size) {
+             new (self) Layout{query_start, positions, blocks, page_size};
+           },
+           nb::arg("query_start").noconvert(), nb::arg("positions").noconvert(), nb::arg("blocks").noconvert().none(),
+           nb::arg("page_size"));
+
+  nb::class_<Device>(m, "Device")
+      .def("__init__", &init_device, "threads"_a, "isa"_a)
+      .def_prop_ro("threads", &Device::threads)
+      .def_prop_ro("isa", [](const Device& device) { return device.table().name; })
+      .def("fill", &fill, nb::arg("bank"), nb::arg("index"), nb::arg("row"), nb::arg("values").noconvert())
+      .def("read", &read, nb::arg("bank"), nb::arg("index"), nb::arg("out").noconvert())
+      .def("embed", &embed, nb::arg("bank"), nb::arg("ids").noconvert(), nb::arg("out").noconvert())
+      .def("linear", &linear, nb::arg("x").noconvert(), nb::arg("bank"), nb::arg("bias").noconvert().none(),
+           nb::arg("out").noconvert())
+      .def("head_linear", &head_linear, nb::arg("x").noconvert(), nb::arg("bank"), nb::arg("out").noconvert())
+      .def("norm", &norm, nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"),
+           nb::arg("out").noconvert())
+      .def("add_norm", &add_norm, nb::arg("delta").noconvert(), nb::arg("residual").noconvert(),
+           nb::arg("weight").noconvert(), nb::arg("eps"), nb::arg("out").noconvert(), nb::arg("total").noconvert())
+      .def("mla_inputs", &mla_inputs, nb::arg("query").noconvert(), nb::arg("kv").noconvert(), nb::arg("w_uk"),
+           nb::arg("weight").noconvert(), nb::arg("rope"), nb::arg("shape"), nb::arg("query_out").noconvert(),
+           nb::arg("rows_out").noconvert())
+      .def("gqa_heads", &gqa_heads, nb::arg("x").noconvert(), nb::arg("weight").noconvert().none(), nb::arg("rope"),
+           nb::arg("shape"), nb::arg("out").noconvert())
+      .def("cache_write", &cache_write, nb::arg("cache").noconvert(), nb::arg("rows").noconvert(),
+           nb::arg("slots").noconvert())
+      .def("attend", &attend, nb::arg("query").noconvert(), nb::arg("keys").noconvert(),
+           nb::arg("values").noconvert().none(), nb::arg("layout"), nb::arg("shape"), nb::arg("out").noconvert())
+      .def("route", &route, nb::arg("x").noconvert(), nb::arg("gate"), nb::arg("bias").noconvert().none(), nb::arg("shape"),
+           nb::arg("ids").noconvert(), nb::arg("weights").noconvert())
+      .def("experts", &experts, nb::arg("rows").noconvert(), nb::arg("counts").noconvert(), nb::arg("gate_up"),
+           nb::arg("down"), nb::arg("out").noconvert())
+      .def("combine", &combine, nb::arg("rows").noconvert(), nb::arg("position").noconvert(),
+           nb::arg("weights").noconvert(), nb::arg("shared").noconvert().none(), nb::arg("out").noconvert())
+      .def("sigmoid_scale", &sigmoid_scale, nb::arg("x").noconvert(), nb::arg("gate").noconvert(),
+           nb::arg("out").noconvert());
+}
+
+}  // namespace coterie

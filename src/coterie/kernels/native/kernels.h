@@ -1,0 +1,141 @@
+// The table of inner kernels that each ISA level provides, and the plain values they take.
+//
+// A kernel is serial, allocates nothing and writes only its own output rows; ops.cpp splits the work and calls it from the
+// pool. Everything behind the table is compiled once per level, so this header holds no inline code that could be emitted
+// for one level and linked into another.
+#pragma once
+
+#include <cstdint>
+
+#include "bank.h"
+
+namespace coterie {
+
+// out[r, p*32 + j] = sum_k x[r, k] * W[p*32 + j, k] (+ bias), k ascending, for panels [panel_begin, panel_end).
+struct GemmTask {
+  const float* x;
+  std::int64_t x_stride;
+  Matrix weight;
+  const float* bias;
+  float* out;
+  std::int64_t out_stride;
+  std::int64_t rows;
+  std::int64_t panel_begin;
+  std::int64_t panel_end;
+};
+
+// RMSNorm of x (+ residual, whose sum goes to `total`), rows of `width`.
+struct NormArgs {
+  const float* x;
+  const float* residual;
+  const float* weight;
+  float* out;
+  float* total;
+  std::int64_t width;
+  float eps;
+};
+
+struct Rope {
+  const float* table;  // [positions, 2, dim / 2]
+  const std::int32_t* positions;
+  std::int64_t dim;
+  bool interleaved;
+};
+
+// The parts of absorbed MLA that are not products: rotated query tails, normed and rotated cache rows.
+struct MlaArgs {
+  const float* query;   // [T, heads, nope + rope]
+  const float* kv;      // [T, rank + rope]
+  const float* weight;  // [rank]
+  float* query_out;     // [T, heads, rank + rope]
+  float* rows_out;      // [T, rank + rope]
+  Rope rope;
+  std::int64_t heads, nope, rank;
+  float eps;
+};
+
+// Per-head norm (if weight) and rope of the first rope.dim channels.
+struct HeadArgs {
+  const float* x;       // [T, heads, dim]
+  const float* weight;  // [dim] or null
+  float* out;
+  Rope rope;
+  std::int64_t heads, dim;
+  float eps;
+};
+
+// Keys and values are cache streams read through block tables (block_tables != null), or the step's own rows.
+struct AttentionArgs {
+  const float* query;  // [T, heads, key_dim]
+  const void* keys;
+  const void* values;
+  Kind kind;
+  std::int64_t key_stride, value_stride;  // elements from one slot to the next
+  float* out;                             // [T, heads, value_dim]
+  std::int64_t heads, groups, key_dim, value_dim;
+  float scale;
+  std::int64_t page_size;
+};
+
+// Rows [row, row + rows) of one sequence against heads [head, head + heads) of one key head. Row i sits at position
+// first_position + i. Slots come from `blocks` if the cache is paged, else slot = base_row + position.
+struct AttentionTask {
+  std::int64_t row, rows, first_position;
+  std::int64_t head, heads;
+  const std::int32_t* blocks;
+  std::int64_t base_row;
+};
+
+inline constexpr std::int64_t kMaxTaskRows = 16;
+inline constexpr std::int64_t kMaxTaskHeads = 16;
+
+// Selection of experts from logits. `scores` holds the logits and is overwritten; `biased` and `group_scores` are scratch.
+struct RouteArgs {
+  float* scores;        // [T, experts]
+  const float* bias;    // [experts] or null
+  float* biased;        // [T, experts]
+  float* group_scores;  // [T, groups]
+  std::int32_t* ids;    // [T, top_k]
+  float* weights;       // [T, top_k]
+  std::int64_t experts, top_k, groups, topk_groups;
+  bool sigmoid, top2_sum, normalize, scale;
+  float norm_epsilon, scaling;
+};
+
+struct CombineArgs {
+  const float* rows;             // [M, width]
+  const std::int64_t* position;  // [T, top_k]
+  const float* weights;          // [T, top_k]
+  const float* shared;           // [T, width] or null
+  float* out;
+  std::int64_t width, top_k;
+};
+
+struct KernelTable {
+  const char* name;
+  void (*gemm)(const GemmTask&);
+  void (*norm)(const NormArgs&, std::int64_t begin, std::int64_t end);
+  void (*mla_rows)(const MlaArgs&, std::int64_t begin, std::int64_t end);
+  void (*head_rows)(const HeadArgs&, std::int64_t begin, std::int64_t end);
+  void (*attention)(const AttentionArgs&, const AttentionTask&);
+  void (*route)(const RouteArgs&, std::int64_t begin, std::int64_t end);
+  void (*combine)(const CombineArgs&, std::int64_t begin, std::int64_t end);
+  // x[r, 0:inner] = silu(x[r, 0:inner]) * x[r, inner:2*inner]
+  void (*silu_mul)(float* x, std::int64_t inner, std::int64_t begin, std::int64_t end);
+  // out[r] = x[r] * sigmoid(gate[r])
+  void (*sigmoid_scale)(const float* x, const float* gate, float* out, std::int64_t width, std::int64_t begin, std::int64_t end);
+};
+
+namespace generic {
+extern const KernelTable table;
+}
+#ifdef COTERIE_X86
+namespace avx2 {
+extern const KernelTable table;
+}
+namespace avx512 {
+extern const KernelTable table;
+}
+#endif
+
+}  // namespace coterie

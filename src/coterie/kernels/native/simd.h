@@ -1,0 +1,106 @@
+// The vector wrapper: one float vector type of the level's width, on the compiler's vector extensions.
+//
+// Included inside the level's own namespace by kernels.cpp only. The one place with intrinsics is fma: contraction is off,
+// so a multiply-add fuses exactly where it is written (levels without FMA round twice, everywhere alike).
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kRowBlock = 8;  // rows x vectors of accumulators in a product: 8 x 2 of 32 registers
+constexpr int kVectors = 2;
+constexpr int kKeyBlock = 4;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr int kRowBlock = 4;
+constexpr int kVectors = 2;
+constexpr int kKeyBlock = 2;
+#else
+constexpr int kLanes = 4;
+constexpr int kRowBlock = 2;
+constexpr int kVectors = 4;
+constexpr int kKeyBlock = 2;
+#endif
+
+#define COTERIE_INLINE static inline __attribute__((always_inline))
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef std::int32_t VecI __attribute__((vector_size(kLanes * 4)));
+typedef std::uint32_t VecU __attribute__((vector_size(kLanes * 4)));
+typedef std::uint16_t VecH __attribute__((vector_size(kLanes * 2)));
+
+COTERIE_INLINE Vec splat(float value) { return value - Vec{}; }
+
+COTERIE_INLINE Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+COTERIE_INLINE Vec widen(VecH h) { return (Vec)(__builtin_convertvector(h, VecU) << 16); }
+
+COTERIE_INLINE Vec load(const std::uint16_t* p) {
+  VecH h;
+  std::memcpy(&h, p, sizeof h);
+  return widen(h);
+}
+
+// The first n < kLanes elements, zeros after.
+COTERIE_INLINE Vec load_part(const float* p, std::int64_t n) {
+  Vec v = {};
+  for (std::int64_t i = 0; i < n; ++i) v[i] = p[i];
+  return v;
+}
+
+COTERIE_INLINE Vec load_part(const std::uint16_t* p, std::int64_t n) {
+  VecH h = {};
+  for (std::int64_t i = 0; i < n; ++i) h[i] = p[i];
+  return widen(h);
+}
+
+COTERIE_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+COTERIE_INLINE void store_part(float* p, Vec v, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) p[i] = v[i];
+}
+
+COTERIE_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+COTERIE_INLINE Vec max(Vec a, Vec b) { return a < b ? b : a; }
+
+// Sum of the lanes by halves: a fixed tree.
+COTERIE_INLINE float sum(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// e^x within about 1 ulp; arguments are clamped to the range of normal floats, a NaN stays a NaN. Cephes' polynomial.
+COTERIE_INLINE Vec exp(Vec x) {
+  x = x < splat(-87.3f) ? splat(-87.3f) : x;
+  x = x > splat(88.3f) ? splat(88.3f) : x;
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+  const Vec n = fma(x, splat(1.44269504088896341f), magic) - magic;
+  Vec r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Vec p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + splat(1.0f);
+  const VecI power = (__builtin_convertvector(n, VecI) + 127) << 23;
+  return p * (Vec)power;
+}
+
+COTERIE_INLINE Vec sigmoid(Vec x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }

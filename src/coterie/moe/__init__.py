@@ -1,0 +1,1 @@
+"""Routing, dispatch, experts and combine: the only MoE forward."""

@@ -1,0 +1,1 @@
+"""Counters and timers that anyone may be handed; never imports what it observes."""
