@@ -1,0 +1,135 @@
+"""`coterie serve`: flags to configs, progress, and the Ready text. The server itself is `server.run`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coterie.cli.common import (
+    AT_LEAST_ONE,
+    DEFAULTS,
+    Decorator,
+    LoadProgress,
+    engine_config,
+    engine_options,
+    error_console,
+    model_folder,
+)
+from coterie.engine.frontend import AsyncEngine
+from coterie.observe.requests import RequestObserver
+from coterie.server.config import ServerConfig
+from coterie.server.run import serve as run_server
+from coterie.spec.errors import CoterieError
+
+SERVER = ServerConfig()
+PROMPT = "To be, or not"
+
+
+SERVER_OPTIONS: tuple[Decorator, ...] = (
+    click.option("--host", default=SERVER.host, show_default=True, help="Address to listen on; 0.0.0.0 for all."),
+    click.option("--port", type=click.IntRange(0, 65535), default=SERVER.port, show_default=True,
+                 help="0 takes a free one."),
+    click.option("--api-key", help="Key that clients must send."),
+    click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False),
+                 help="File that holds the key, which keeps it out of the process list."),
+    click.option("--served-model-name", "--alias", "served_model_name",
+                 help="Name that clients use. [default: the folder's]"),
+    click.option("--chat-template", type=click.Path(exists=True, dir_okay=False),
+                 help="Jinja file that replaces the model's template."),
+    click.option("--strict-api", is_flag=True, help="Refuse request fields that are not known."),
+    click.option("--metrics-compat", type=click.Choice(["none", "vllm"]), default=SERVER.metrics_compat,
+                 show_default=True, help="Repeat the core metrics under another engine's names."),
+    click.option("--max-body-bytes", type=AT_LEAST_ONE, default=SERVER.max_body_bytes, show_default=True),
+    click.option("--sse-ping-interval", "sse_ping_seconds", type=click.FloatRange(min=0.0, min_open=True),
+                 default=SERVER.sse_ping_seconds, show_default=True,
+                 help="Seconds between comments in a silent stream."),
+    click.option("--shutdown-timeout", "shutdown_seconds", type=click.FloatRange(min=0.0),
+                 default=SERVER.shutdown_seconds, show_default=True,
+                 help="Seconds in which running requests may finish."),
+    click.option("--log-interval", "stats_log_seconds", type=click.FloatRange(min=0.0),
+                 default=SERVER.stats_log_seconds, show_default=True, help="Seconds between lines of throughput."),
+    click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
+                 show_default=True),
+    click.option("--seed", type=int, default=DEFAULTS.seed, show_default=True, help="Seed of requests without one."),
+)  # fmt: skip
+
+
+def server_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the server's flags to a command."""
+    for option in reversed(SERVER_OPTIONS):
+        function = option(function)
+    return function
+
+
+@click.command()
+@engine_options
+@server_options
+def serve(**values: Any) -> None:
+    """Serve MODEL (a folder; none: the shipped model) to OpenAI clients.
+
+    \b
+    coterie serve
+    coterie serve ./DeepSeek-V2-Lite --port 9000 --max-model-len 8192
+    """
+    folder, config, server = model_folder(values), engine_config(values), server_config(values)
+    log_to_stderr(values["log_level"])
+    launched: list[AsyncEngine] = []
+
+    def launch(observer: RequestObserver) -> AsyncEngine:
+        with LoadProgress(error_console()) as progress:
+            engine = AsyncEngine.launch(folder, config, server.served_model_name, progress=progress, observer=observer)
+        launched.append(engine)
+        return engine
+
+    def say_ready(url: str) -> None:
+        engine = launched[0]
+        seconds = time.monotonic() - started
+        click.secho(f"Ready  {url}/v1", bold=True, nl=False)
+        click.echo(f"   {engine.model_name} · context {engine.max_model_len} · {seconds:.1f} s\n")
+        click.echo(ready_text(f"{url}/v1", engine.model_name, needs_key=server.api_key is not None))
+
+    started = time.monotonic()
+    run_server(launch, server, say_ready)
+
+
+def log_to_stderr(level: str) -> None:
+    """Send log lines to stderr: ours from `level` on, other packages' warnings."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    logging.getLogger("coterie").setLevel(level.upper())
+
+
+def server_config(values: Mapping[str, Any]) -> ServerConfig:
+    """Build the ServerConfig from a command's values; what has no flag keeps its default."""
+    names = {field.name for field in fields(ServerConfig)}
+    config = ServerConfig(**{name: value for name, value in values.items() if name in names})
+    if values["api_key_file"] is None:
+        return config
+    if values["api_key"] is not None:
+        raise click.UsageError("give --api-key or --api-key-file, not both")
+    path = Path(values["api_key_file"])
+    key = path.read_text(encoding="utf-8").strip()
+    if not key:
+        raise CoterieError(f"{path} is empty; it must hold the API key")
+    return replace(config, api_key=key)
+
+
+def ready_text(base_url: str, model: str, *, needs_key: bool) -> str:
+    """Say where the server is and give lines to paste: one for curl, three for Python."""
+    header = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    body = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": 40})
+    quoted = body.replace("'", "'\\''")
+    key = "YOUR_KEY" if needs_key else "none"
+    return f"""\
+curl {base_url}/completions{header} -H 'Content-Type: application/json' -d '{quoted}'
+
+from openai import OpenAI
+client = OpenAI(base_url={base_url!r}, api_key={key!r})
+print(client.completions.create(model={model!r}, prompt={PROMPT!r}, max_tokens=40).choices[0].text)
+"""
