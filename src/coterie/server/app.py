@@ -1,0 +1,264 @@
+"""The routes: each reads its body once, asks for the work and answers; every error leaves in OpenAI's shape.
+
+FastAPI routes and lists the routes; bodies are decoded by msgspec (`server.protocol`). Not here: what a request means,
+how the model is loaded and how the port is bound (`server.run`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from msgspec import Struct
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coterie import __version__
+from coterie.engine.output import ChoiceDelta
+from coterie.server.answers import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    DetokenizeAnswer,
+    ModelCard,
+    ModelList,
+    Status,
+    TokenizeAnswer,
+    Version,
+)
+from coterie.server.chat import ChatCall, prepare_chat
+from coterie.server.completions import CompletionCall, prepare_completions
+from coterie.server.errors import ApiError, ClientGone, Fault, as_api_error, error_response, internal_error
+from coterie.server.generation import Event, Generation
+from coterie.server.limits import KeyCheck, read_body
+from coterie.server.metrics import CONTENT_TYPE, CountAnswers
+from coterie.server.openapi import complete, operation
+from coterie.server.protocol import (
+    BodyDecoder,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+)
+from coterie.server.state import ServedModel, ServerState
+from coterie.server.streaming import EventStream
+from coterie.server.tokenize import detokenize, tokenize
+
+logger = logging.getLogger("coterie.server")
+
+Call = ChatCall | CompletionCall
+R = TypeVar("R", bound=Struct)
+S = TypeVar("S", bound=SamplingFields)
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+PATHS = frozenset({
+    "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/ping", "/ready",
+    "/version", "/metrics", "/openapi.json",
+})  # fmt: skip
+"""Paths that are counted by name; all others are one label."""
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The ASGI application over a state."""
+    app = FastAPI(title="Coterie", version=__version__, docs_url=None, redoc_url=None)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unforeseen)
+    _add_status_routes(app, state)
+    _add_model_routes(app, state)
+    _add_post_routes(app, state)
+    listed = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = complete(listed(), needs_key=state.config.api_key is not None)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    if state.config.api_key is not None:
+        app.add_middleware(KeyCheck, api_key=state.config.api_key)
+    app.add_middleware(CountAnswers, metrics=state.metrics, paths=PATHS)
+    return app
+
+
+def _add_status_routes(app: FastAPI, state: ServerState) -> None:
+    async def health(request: Request) -> Response:
+        model = state.loaded
+        if model is None:
+            return _status("loading", 503)
+        return _status("ok", 200) if model.engine.is_alive() else _status("the engine does not answer", 503)
+
+    async def ready(request: Request) -> Response:
+        model = state.loaded
+        if model is None or state.phase != "ready":
+            return _status(state.phase, 503)
+        return _status("ready", 200) if model.engine.is_ready() else _status("the engine does not answer", 503)
+
+    async def version(request: Request) -> Response:
+        return _json(Version(__version__))
+
+    async def metrics(request: Request) -> Response:
+        return Response(state.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    for path, endpoint, answer in (
+        ("/health", health, Status),
+        ("/ping", health, Status),
+        ("/ready", ready, Status),
+        ("/version", version, Version),
+        ("/metrics", metrics, None),
+    ):
+        name = path[1:]
+        app.add_api_route(path, endpoint, name=name, operation_id=name, openapi_extra=operation(answer))
+        app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+
+
+def _add_model_routes(app: FastAPI, state: ServerState) -> None:
+    def card() -> ModelCard:
+        model = state.model()
+        return ModelCard(
+            id=model.name,
+            created=model.created,
+            root=model.engine.model_name,
+            max_model_len=model.engine.max_model_len,
+        )
+
+    async def models(request: Request) -> Response:
+        return _json(ModelList(data=[card()]))
+
+    async def one_model(request: Request) -> Response:
+        state.model().check_name(request.path_params["model_id"])
+        return _json(card())
+
+    _add(app, "/v1/models", _guarded(models), operation(ModelList))
+    extra = operation(ModelCard)
+    extra["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    _add(app, "/v1/models/{model_id:path}", _guarded(one_model), extra, name="model")
+
+
+def _add_post_routes(app: FastAPI, state: ServerState) -> None:
+    chat = _completion_endpoint(state, ChatRequest, prepare_chat)
+    completions = _completion_endpoint(state, CompletionRequest, prepare_completions)
+    chat_extra = operation(ChatCompletion, request=ChatRequest, chunk=ChatChunk)
+    text_extra = operation(Completion, request=CompletionRequest, chunk=Completion)
+    tokens_extra = operation(TokenizeAnswer, request=TokenizeRequest)
+    detokenize_extra = operation(DetokenizeAnswer, request=DetokenizeRequest)
+    _add(app, "/v1/chat/completions", chat, chat_extra, name="chat_completions", method="POST")
+    _add(app, "/v1/completions", completions, text_extra, name="completions", method="POST")
+    _add(app, "/tokenize", _simple_endpoint(state, TokenizeRequest, tokenize), tokens_extra, method="POST")
+    _add(app, "/detokenize", _simple_endpoint(state, DetokenizeRequest, detokenize), detokenize_extra, method="POST")
+
+
+def _add(
+    app: FastAPI, path: str, endpoint: Endpoint, extra: dict[str, Any], *, name: str = "", method: str = "GET"
+) -> None:
+    name = name or path.rsplit("/", 1)[1]
+    app.add_api_route(
+        path,
+        endpoint,
+        methods=[method],
+        name=name,
+        operation_id=name,
+        response_class=Response,
+        openapi_extra=extra,
+    )
+
+
+def _guarded(handler: Endpoint) -> Endpoint:
+    """A handler whose foreseen errors become answers, and whose other errors are logged and become a 500."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientGone:
+            return Response(status_code=499)
+        except Exception as error:
+            known = as_api_error(error)
+            if known is None:
+                logger.exception("%s %s failed", request.method, request.url.path)
+                known = internal_error()
+            return error_response(known)
+
+    return endpoint
+
+
+def _simple_endpoint(
+    state: ServerState, kind: type[R], work: Callable[[ServerState, ServedModel, R], Awaitable[Struct]]
+) -> Endpoint:
+    decoder = BodyDecoder(kind, strict=state.config.strict_api)
+
+    async def handler(request: Request) -> Response:
+        model = state.model()
+        decoded: Any = decoder.decode(await read_body(request, state.body_limits))
+        model.check_name(decoded.model)
+        return _json(await work(state, model, decoded))
+
+    return _guarded(handler)
+
+
+def _completion_endpoint(
+    state: ServerState, kind: type[S], prepare: Callable[[ServerState, ServedModel, S], Awaitable[Call]]
+) -> Endpoint:
+    decoder = BodyDecoder(kind, strict=state.config.strict_api)
+
+    async def handler(request: Request) -> Response:
+        model = state.model()
+        decoded = decoder.decode(await read_body(request, state.body_limits))
+        model.check_name(decoded.model)
+        call = await prepare(state, model, decoded)
+        generation = state.begin(model, call.jobs, request)
+        try:
+            if decoded.stream:
+                first = await _first_news(generation, state.config.sse_ping_seconds)
+                return EventStream(generation, call.writer(), first, state.config.sse_ping_seconds)
+            answer = _json(call.answer(await _all_news(generation)))
+            answer.headers["x-request-id"] = call.envelope.id
+        except BaseException:
+            await generation.close()
+            raise
+        await generation.close()
+        return answer
+
+    return _guarded(handler)
+
+
+async def _first_news(generation: Generation, patience: float) -> list[Event]:
+    """Events up to the first tokens, so that an error before them keeps its status; [] when patience is over."""
+    found: list[Event] = []
+    while not any(isinstance(event.value, ChoiceDelta) for event in found):
+        events = await generation.next_events(patience)
+        if not events:
+            break
+        found += events
+    return found
+
+
+async def _all_news(generation: Generation) -> list[Event]:
+    found: list[Event] = []
+    while (events := await generation.next_events()) is not None:
+        found += events
+    return found
+
+
+def _json(body: Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def _status(text: str, status: int) -> Response:
+    headers = {} if status == 200 else {"Retry-After": "5"}
+    return Response(msgspec.json.encode(Status(status=text)), status, headers=headers, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return error_response(ApiError(Fault(error.status_code, message, code=code)), error.headers)
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    return error_response(internal_error())

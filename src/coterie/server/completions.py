@@ -1,0 +1,206 @@
+"""POST /v1/completions: raw prompts in, text out, with echo and log-probabilities, streamed or whole.
+
+Choice `i` of prompt `p` has index `p * n + i`. An echo is the first news of each choice, so both forms share it. Not
+here: prompts (`server.prompts`), the run (`server.generation`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msgspec import UNSET, Struct
+
+from coterie.engine.output import ChoiceDelta, PromptInfo
+from coterie.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from coterie.server.chat import check_response_format
+from coterie.server.errors import not_supported
+from coterie.server.generation import Event, PromptJob
+from coterie.server.logprobs import CompletionLogprobsWriter
+from coterie.server.prompts import EncodedPrompt, echo_text, encode_prompts
+from coterie.server.protocol import CompletionRequest
+from coterie.server.sampling import Wanted, check_fan_out, sampling_params, truncated
+from coterie.server.state import ServedModel, ServerState
+from coterie.server.streaming import Envelope, StreamWriter, Tally, usage_wanted
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCall:
+    """Completions that are ready to run. `num_top` None: no log-probabilities were asked for."""
+
+    model: ServedModel
+    envelope: Envelope
+    jobs: list[PromptJob]
+    num_top: int | None
+    echo: bool
+
+    def writer(self) -> StreamWriter:
+        """For the streamed form."""
+        return CompletionWriter(self)
+
+    def answer(self, events: list[Event]) -> Struct:
+        """The whole form."""
+        return completion(self, events)
+
+
+async def prepare_completions(state: ServerState, model: ServedModel, request: CompletionRequest) -> CompletionCall:
+    """Check the request's own rules and encode its prompts."""
+    check_response_format(request.response_format)
+    if request.best_of not in (None, 1, request.n):
+        raise not_supported("best_of", "choosing among hidden choices is not supported; use n")
+    special = request.add_special_tokens is not False
+    prompts = await encode_prompts(
+        model, request.prompt, add_special_tokens=special, max_prompts=state.config.max_prompts
+    )
+    check_fan_out(len(prompts), request, state.config.max_choices)
+    include, continuous = usage_wanted(request)
+    envelope = model.envelope("cmpl", include_usage=include, continuous_usage=continuous)
+    jobs = [_job(model, request, prompt, f"{envelope.id}-{i}") for i, prompt in enumerate(prompts)]
+    return CompletionCall(model, envelope, jobs, request.logprobs, bool(request.echo))
+
+
+def _job(model: ServedModel, request: CompletionRequest, prompt: EncodedPrompt, request_id: str) -> PromptJob:
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    limit = model.engine.max_model_len
+    token_ids = truncated(prompt.token_ids, request.truncate_prompt_tokens, limit - (asked or 1))
+    max_tokens = min(DEFAULT_MAX_TOKENS, max(1, limit - len(token_ids))) if asked is None else asked
+    # With max_tokens 0 only the prompt is scored; asking for its log-probabilities tells the engine so.
+    scored = request.logprobs if request.echo and request.logprobs is not None else 0 if max_tokens == 0 else None
+    params = sampling_params(request, Wanted(max_tokens, request.logprobs, scored))
+    text = echo_text(model, EncodedPrompt(prompt.text, token_ids)) if request.echo else ""
+    return PromptJob(request_id, token_ids, params, text)
+
+
+class _Texts:
+    """Turns the events of all choices into pieces: text and log-probabilities, the echo first."""
+
+    def __init__(self, call: CompletionCall) -> None:
+        self._call = call
+        self._writers: dict[int, CompletionLogprobsWriter] = {}
+
+    def choice_index(self, prompt: int, index: int) -> int:
+        """Position among all choices of the request."""
+        return prompt * self._call.jobs[prompt].params.n + index
+
+    def echoes(self, prompt: int, info: PromptInfo) -> list[CompletionChoice]:
+        """The echo of each choice of a prompt; nothing if none was asked for."""
+        job = self._call.jobs[prompt]
+        if not self._call.echo:
+            return []
+        found = []
+        for i in range(job.params.n):
+            index = self.choice_index(prompt, i)
+            logprobs = None
+            if self._call.num_top is not None:
+                positions = info.prompt_logprobs or [None] * len(job.token_ids)
+                logprobs = self._writer(index).write(job.token_ids, positions, job.text)
+            found.append(CompletionChoice(index=index, text=job.text, logprobs=logprobs))
+        return found
+
+    def piece(self, prompt: int, delta: ChoiceDelta) -> CompletionChoice:
+        """A delta of a choice."""
+        index = self.choice_index(prompt, delta.index)
+        logprobs = None
+        if self._call.num_top is not None and delta.logprobs is not None and delta.token_ids:
+            logprobs = self._writer(index).write(delta.token_ids, delta.logprobs)
+        return CompletionChoice(
+            index=index,
+            text=delta.text,
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+
+    def _writer(self, index: int) -> CompletionLogprobsWriter:
+        if index not in self._writers:
+            self._writers[index] = CompletionLogprobsWriter(self._call.model.tokenizer, self._call.num_top or 0)
+        return self._writers[index]
+
+
+class CompletionWriter(StreamWriter):
+    """Chunks of a streamed completion."""
+
+    def __init__(self, call: CompletionCall) -> None:
+        super().__init__(call.envelope, sum(len(job.token_ids) for job in call.jobs))
+        self._texts = _Texts(call)
+
+    def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
+        """The echo."""
+        return [self._chunk(choice) for choice in self._texts.echoes(index, info)]
+
+    def delta(self, index: int, delta: ChoiceDelta) -> list[Struct]:
+        """Text, if there is any, and the end, if this is it."""
+        piece = self._texts.piece(index, delta)
+        shown = piece.text or piece.logprobs is not None or piece.finish_reason is not None
+        return [self._chunk(piece)] if shown else []
+
+    def last(self, usage: Usage) -> Struct:
+        """Totals."""
+        return _make(self.envelope, [], usage)
+
+    def _chunk(self, choice: CompletionChoice) -> Completion:
+        return _make(self.envelope, [choice], self.chunk_usage())
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A choice while it is gathered."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[CompletionLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, piece: CompletionChoice) -> None:
+        self.text.append(piece.text)
+        if piece.logprobs is not None:
+            self.logprobs.append(piece.logprobs)
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+
+def completion(call: CompletionCall, events: list[Event]) -> Completion:
+    """The whole answer from all events of a finished run."""
+    tally = Tally(sum(len(job.token_ids) for job in call.jobs))
+    texts = _Texts(call)
+    choices = [_Choice() for job in call.jobs for _ in range(job.params.n)]
+    for event in events:
+        tally.add(event)
+        value = event.value
+        pieces = (
+            texts.echoes(event.prompt, value) if isinstance(value, PromptInfo) else [texts.piece(event.prompt, value)]
+        )
+        for piece in pieces:
+            choices[piece.index].add(piece)
+    finished = [
+        CompletionChoice(
+            index=i,
+            text="".join(choice.text),
+            logprobs=None if call.num_top is None else _joined(choice.logprobs),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        for i, choice in enumerate(choices)
+    ]
+    return _make(call.envelope, finished, tally.usage())
+
+
+def _joined(parts: list[CompletionLogprobs]) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        tokens=[token for part in parts for token in part.tokens],
+        token_logprobs=[value for part in parts for value in part.token_logprobs],
+        top_logprobs=[best for part in parts for best in part.top_logprobs],
+        text_offset=[offset for part in parts for offset in part.text_offset],
+    )
+
+
+def _make(envelope: Envelope, choices: list[CompletionChoice], usage: object = UNSET) -> Completion:
+    return Completion(
+        id=envelope.id,
+        created=envelope.created,
+        model=envelope.model,
+        choices=choices,
+        system_fingerprint=envelope.fingerprint,
+        usage=usage,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,40 @@
+"""ServerConfig: what a user may choose about the HTTP server, frozen. Engine choices live in `engine.config`.
+
+Not here: bounds that are part of the protocol (lengths of lists, ranges of numbers); they stand in `server.protocol`
+and are published in /openapi.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Limits are in bytes, seconds or counts as the name says; port 0 takes a free one.
+
+    chat_template: a file that replaces the model's own template. metrics_compat "vllm" repeats the core metrics under
+    `vllm:` names. shutdown_seconds: how long running requests may finish after SIGTERM before they are aborted.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_name: str | None = None
+    chat_template: str | None = None
+    strict_api: bool = False
+    metrics_compat: Literal["none", "vllm"] = "none"
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_seconds: float = 30.0
+    max_json_depth: int = 100
+    max_prompts: int = 256
+    max_choices: int = 128
+    max_messages: int = 4096
+    template_seconds: float = 5.0
+    template_max_chars: int = 8 * 1024 * 1024
+    sse_ping_seconds: float = 15.0
+    shutdown_seconds: float = 30.0
+    stats_log_seconds: float = 10.0

@@ -1,0 +1,147 @@
+"""Generation: the running prompts of one HTTP request, read as one sequence of events, whoever ends it.
+
+Three things can end it: the engine (all prompts finished, or one failed), the client (hang-up), the server (shutdown).
+All three arrive in one queue, so there is one reader and one place that cleans up. Closing aborts what still runs,
+nothing else does; what has finished is never aborted. Not here: JSON, text, usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from starlette.types import Receive
+
+from coterie.engine.messages import SamplingParams
+from coterie.engine.output import ChoiceDelta, PromptInfo
+from coterie.server.errors import ApiError, ClientGone, as_api_error, internal_error, unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from coterie.engine.frontend import AsyncEngine
+
+logger = logging.getLogger("coterie.server")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptJob:
+    """One prompt to run. `text` is what an echo shows. `request_id` is the engine's name for it."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """News of prompt number `prompt`: first its PromptInfo, then its choices' deltas."""
+
+    prompt: int
+    value: PromptInfo | ChoiceDelta
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A prompt came to its end; `error` says why if it was no good one."""
+
+    error: Exception | None = None
+
+
+class Generation:
+    """Runs jobs on an engine. Use: `start`, then `next_events` until it returns None, and always `close`."""
+
+    def __init__(
+        self, engine: AsyncEngine, jobs: Sequence[PromptJob], on_close: Callable[[Generation], None] | None = None
+    ) -> None:
+        self.jobs = tuple(jobs)
+        self._engine = engine
+        self._on_close = on_close
+        self._queue: asyncio.Queue[Event | _Ended] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running = len(self.jobs)
+        self._failure: Exception | None = None
+
+    def start(self, receive: Receive) -> None:
+        """Hand every job to the engine and begin to watch the connection."""
+        self._tasks = [asyncio.create_task(self._pump(i, job)) for i, job in enumerate(self.jobs)]
+        self._tasks.append(asyncio.create_task(self._watch(receive)))
+
+    async def next_events(self, timeout: float | None = None) -> list[Event] | None:
+        """All news since the last call, waiting for some; [] after `timeout` seconds without, None at the end.
+
+        Raises ApiError if a prompt failed, ClientGone if the client hung up.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not self._running:
+            return None
+        try:
+            async with asyncio.timeout(timeout):
+                item = await self._queue.get()
+        except TimeoutError:
+            return []
+        events = []
+        while True:
+            if isinstance(item, Event):
+                events.append(item)
+            elif item.error is None:
+                self._running -= 1
+            else:
+                self._failure = item.error
+            if not self._running or self._failure is not None or self._queue.empty():
+                break
+            item = self._queue.get_nowait()
+        # News that came before a failure is shown first; the next call raises.
+        return events or await self.next_events(timeout)
+
+    def stop(self, reason: str) -> None:
+        """End it from the server's side: its reader gets a 503."""
+        self._queue.put_nowait(_Ended(unavailable(reason, retry_after=5, code="shutting_down")))
+
+    async def close(self) -> None:
+        """Abort what still runs and let go of the connection. Idempotent."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._on_close is not None:
+            self._on_close(self)
+
+    async def _pump(self, index: int, job: PromptJob) -> None:
+        """Read one prompt's stream to its end; leaving early closes the stream, which aborts the prompt."""
+        error: Exception | None = None
+        stream = self._engine.stream(job.token_ids, job.params, request_id=job.request_id)
+        try:
+            # Closing the iterator is what aborts, so it is closed here and not left to the garbage collector.
+            async with contextlib.aclosing(cast("AsyncGenerator[PromptInfo | ChoiceDelta, None]", stream)) as news:
+                async for value in news:
+                    if isinstance(value, ChoiceDelta) and (failure := _failure(value)):
+                        error = failure
+                        break
+                    self._queue.put_nowait(Event(index, value))
+        except Exception as raised:
+            error = as_api_error(raised)
+            if error is None:
+                logger.exception("request %s failed", job.request_id)
+                error = internal_error()
+        self._queue.put_nowait(_Ended(error))
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._queue.put_nowait(_Ended(ClientGone()))
+
+
+def _failure(delta: ChoiceDelta) -> ApiError | None:
+    """A choice that ended without being finished makes the whole request fail."""
+    if delta.finish_reason == "error":
+        return internal_error(delta.error or "the engine failed on this request")
+    if delta.finish_reason == "abort":
+        return unavailable(delta.error or "the engine stopped this request", retry_after=5, code="aborted")
+    return None

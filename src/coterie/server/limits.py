@@ -1,0 +1,126 @@
+"""The door: API key before anything else, then the body with a cap on bytes, seconds and nesting while it is read.
+
+Not here: what the body means. A request that fails here never reaches the decoder or the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+import numpy as np
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coterie.server.errors import ApiError, ClientGone, Fault, bad_request, error_response
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
+"""Answered without a key, for load balancers and orchestrators."""
+
+_KEPT = b'[]{}"'
+_DROPPED = bytes(set(range(256)) - set(_KEPT))
+_STEP = np.zeros(256, np.int8)
+_STEP[list(b"[{")] = 1
+_STEP[list(b"]}")] = -1
+
+
+class KeyCheck:
+    """ASGI layer that answers 401 before the body is read, unless the bearer token is the key."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._digest = _digest(api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        # Both sides are hashed first, so that neither content nor length of the key shows in the time taken.
+        if hmac.compare_digest(_digest(token.strip()), self._digest) and scheme.lower() == "bearer":
+            await self._app(scope, receive, send)
+            return
+        message = "a valid API key is required: send the header 'Authorization: Bearer KEY'"
+        fault = Fault(401, message, code="invalid_api_key", close=_has_body(scope))
+        await error_response(ApiError(fault))(scope, receive, send)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+def _has_body(scope: Scope) -> bool:
+    headers = Headers(scope=scope)
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Caps on one request's body."""
+
+    max_bytes: int
+    max_seconds: float
+    max_depth: int
+
+
+async def read_body(request: Request, limits: BodyLimits) -> bytes:
+    """Read the whole body or raise: 413 too long, 408 too slow, 415 compressed, 400 nested too deep."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        message = f"content-encoding {encoding!r} is not supported; send the body uncompressed"
+        raise ApiError(Fault(415, message, code="unsupported_encoding", close=True))
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > limits.max_bytes:
+        raise _too_large(limits)
+    try:
+        async with asyncio.timeout(limits.max_seconds):
+            body = await _collect(request, limits)
+    except TimeoutError:
+        message = f"the body did not arrive within {limits.max_seconds:g} s"
+        raise ApiError(Fault(408, message, code="request_timeout", retry=False, close=True)) from None
+    depth = json_depth(body)
+    if depth > limits.max_depth:
+        raise bad_request(
+            f"the body nests {depth} brackets deep; at most {limits.max_depth} are accepted", code="nesting_too_deep"
+        )
+    return body
+
+
+async def _collect(request: Request, limits: BodyLimits) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limits.max_bytes:
+            raise _too_large(limits)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(limits: BodyLimits) -> ApiError:
+    message = f"the body is larger than {limits.max_bytes} bytes (the server's --max-body-bytes)"
+    return ApiError(Fault(413, message, code="body_too_large", close=True))
+
+
+def json_depth(body: bytes) -> int:
+    """Count how deep brackets nest outside of strings, in time linear in the body and without recursion.
+
+    Exact for valid JSON; for anything else it is some number, and the decoder refuses the text afterwards.
+    """
+    if body.count(b"[") + body.count(b"{") <= 1:
+        return body.count(b"[") + body.count(b"{")
+    text = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    marks = np.frombuffer(text.translate(None, _DROPPED), np.uint8)
+    if not len(marks):
+        return 0
+    inside_string = np.cumsum(marks == ord('"'), dtype=np.int32) & 1
+    steps = np.where(inside_string, 0, _STEP[marks])
+    return max(0, int(np.cumsum(steps, dtype=np.int32).max()))

@@ -1,0 +1,91 @@
+"""Log-probabilities in OpenAI's two shapes: chat (`content[]` with bytes) and completions (parallel lists).
+
+The engine gives, for each token, the chosen one first, then the best. Not here: which positions are wanted.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from coterie.engine.messages import TokenLogprob
+from coterie.server.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+
+if TYPE_CHECKING:
+    from coterie.engine.tokenizer import Tokenizer
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+Position = Sequence[TokenLogprob]
+
+
+def token_bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes:
+    """The bytes of a token; its number if the model has no tokenizer."""
+    return f"token_id:{token_id}".encode() if tokenizer is None else tokenizer.id_to_bytes(token_id)
+
+
+def token_name(spelled: bytes) -> str:
+    """A token as OpenAI shows it in completions: its text, or `bytes:\\x..` if it is no whole text."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def chat_logprobs(tokenizer: Tokenizer | None, positions: Iterable[Position], num_top: int) -> ChatLogprobs:
+    """The chat shape; `num_top` alternatives a token."""
+    content = []
+    for position in positions:
+        chosen, *best = (_entry(tokenizer, item) for item in position)
+        content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, best[:num_top]))
+    return ChatLogprobs(content)
+
+
+def _entry(tokenizer: Tokenizer | None, item: TokenLogprob) -> TopLogprob:
+    spelled = token_bytes(tokenizer, item.token_id)
+    return TopLogprob(spelled.decode("utf-8", "replace"), max(item.logprob, LOWEST), list(spelled))
+
+
+class CompletionLogprobsWriter:
+    """The completions shape of one choice, whose text offsets run on from call to call."""
+
+    def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(
+        self, token_ids: Sequence[int], positions: Sequence[Position | None], text: str = ""
+    ) -> CompletionLogprobs:
+        """Entries of these tokens. `text`, if given, is what they spell where special tokens are not shown in it."""
+        tokens: list[str] = []
+        chosen: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        hidden = self._hidden(token_ids, text)
+        for i, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
+            spelled = token_bytes(self._tokenizer, token_id)
+            tokens.append(token_name(spelled))
+            chosen.append(max(position[0].logprob, LOWEST) if position else None)
+            top.append(self._alternatives(position) if position else None)
+            offsets.append(self._offset)
+            self._offset += 0 if i < hidden else len(self._decoder.decode(spelled))
+        return CompletionLogprobs(tokens=tokens, token_logprobs=chosen, top_logprobs=top, text_offset=offsets)
+
+    def _hidden(self, token_ids: Sequence[int], text: str) -> int:
+        """How many leading tokens are not part of the echoed text: a BOS that the tokenizer put before it."""
+        tokenizer = self._tokenizer
+        if not text or not token_ids or tokenizer is None or tokenizer.bos_token is None:
+            return 0
+        return int(token_ids[0] == tokenizer.bos_token_id and not text.startswith(tokenizer.bos_token))
+
+    def _alternatives(self, position: Position) -> dict[str, float]:
+        """The best tokens and the chosen one, which may be no member of them."""
+        found: dict[str, float] = {}
+        for item in (*position[1 : 1 + self._num_top], position[0]):
+            name = token_name(token_bytes(self._tokenizer, item.token_id))
+            found[name] = max(item.logprob, LOWEST, found.get(name, LOWEST))
+        return found

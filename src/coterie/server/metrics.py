@@ -1,0 +1,204 @@
+"""ServerMetrics: what /metrics shows, in a private registry. Stems and units are vLLM's, the prefix is `coterie:`.
+
+Counters add up: every request that was handed to the engine is counted once, when it ends, under one finished_reason,
+and its tokens are those of its `usage`. Gauges are read from the engine's latest Stats when scraped. Label values are
+bounded. Not here: how events are observed (`engine.frontend` tells the observer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coterie.engine.messages import Stats
+from coterie.observe.requests import RequestObserver, RequestSummary
+
+PREFIX = "coterie:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+REASONS = ("stop", "length", "abort", "error")
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1.0, 2.5, 10.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+CORE = frozenset({
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens", "generation_tokens",
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+    "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_success",
+    "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
+})  # fmt: skip
+"""Repeated under `vllm:` for stock dashboards."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the engine's numbers come from once a model is served."""
+
+    model_name: str
+    stats: Callable[[], Stats | None]
+
+
+class ServerMetrics(RequestObserver):
+    """Observer of requests and source of the exposition. Thread-safe, as prometheus_client's values are."""
+
+    def __init__(self, compat: Literal["none", "vllm"] = "none") -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._repeat = compat == "vllm"
+        self._source: _Source | None = None
+        self._model_name = ""
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests, the prompt once.")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens that came from the prefix cache.")
+        self._generation_tokens = self._counter("generation_tokens", "Completion tokens of ended requests.")
+        self._ended = self._counter("request_success", "Ended requests by reason.", "finished_reason")
+        self._http = Counter(
+            PREFIX + "http_requests", "HTTP answers by route and status.", ("path", "status"), registry=self._registry
+        )
+        self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCY)
+        self._gap = self._histogram("inter_token_latency_seconds", "Time between tokens of a choice.", _GAP)
+        self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
+        self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _LATENCY)
+        self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._answer_size = self._histogram("request_generation_tokens", "Completion tokens of a request.", _TOKENS)
+        self._registry.register(_EngineCollector(lambda: self._source))
+
+    def serve(self, model_name: str, stats: Callable[[], Stats | None]) -> None:
+        """Name the model and where its engine's Stats come from."""
+        self._model_name = model_name
+        self._source = _Source(model_name, stats)
+        for counter in (self._prompt_tokens, self._cached_tokens, self._generation_tokens):
+            counter.labels(model_name)
+        for reason in REASONS:
+            self._ended.labels(model_name, reason)
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a request came."""
+        self._first_token.labels(self._model_name).observe(seconds)
+
+    def token_gap(self, seconds: float, num_tokens: int) -> None:
+        """Further tokens of a choice came; each counts with its share of the time."""
+        histogram = self._gap.labels(self._model_name)
+        for _ in range(num_tokens):
+            histogram.observe(seconds / num_tokens)
+
+    def finished(self, summary: RequestSummary) -> None:
+        """A request ended."""
+        name = self._model_name
+        self._ended.labels(name, summary.reason).inc()
+        self._prompt_tokens.labels(name).inc(summary.prompt_tokens)
+        self._cached_tokens.labels(name).inc(summary.cached_tokens)
+        self._generation_tokens.labels(name).inc(summary.completion_tokens)
+        self._prompt_size.labels(name).observe(summary.prompt_tokens)
+        self._answer_size.labels(name).observe(summary.completion_tokens)
+        self._whole.labels(name).observe(summary.seconds)
+        if summary.first_token is not None:
+            self._decode.labels(name).observe(max(0.0, summary.seconds - summary.first_token))
+
+    def answered(self, path: str, status: int) -> None:
+        """An HTTP answer went out."""
+        self._http.labels(path, str(status)).inc()
+
+    def render(self) -> bytes:
+        """The exposition in Prometheus' text format."""
+        families = [_without_created(family) for family in self._registry.collect()]
+        if self._repeat:
+            families += [_renamed(f, "vllm:") for f in families if f.name.removeprefix(PREFIX) in CORE]
+        return generate_latest(_Families(families))
+
+    def _counter(self, stem: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + stem, text, ("model_name", *labels), registry=self._registry)
+
+    def _histogram(self, stem: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + stem, text, ("model_name",), buckets=buckets, registry=self._registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's Stats as metrics, read when scraped."""
+
+    def __init__(self, source: Callable[[], _Source | None]) -> None:
+        self._source = source
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check at registration: the names are fixed below."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Metrics of the latest Stats; none before the engine has sent some."""
+        source = self._source()
+        stats = None if source is None else source.stats()
+        if source is None or stats is None:
+            return
+        gauges = (
+            ("num_requests_running", "Sequences in the running batch.", stats.num_running),
+            ("num_requests_waiting", "Sequences in the queue.", stats.num_waiting),
+            ("kv_cache_usage_perc", "Used share of the KV cache, 1 is full.", stats.kv_usage),
+        )
+        for stem, text, value in gauges:
+            gauge = GaugeMetricFamily(PREFIX + stem, text, labels=("model_name",))
+            gauge.add_metric((source.model_name,), value)
+            yield gauge
+        counters = (
+            ("num_preemptions", "Sequences put back to the queue for lack of cache.", stats.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("engine_steps", "Steps of the engine.", stats.steps),
+        )
+        for stem, text, count in counters:
+            counter = CounterMetricFamily(PREFIX + stem, text, labels=("model_name",))
+            counter.add_metric((source.model_name,), count)
+            yield counter
+        stages = CounterMetricFamily(PREFIX + "stage_seconds", "Seconds per stage.", labels=("model_name", "stage"))
+        for stage, seconds in stats.stage_seconds.items():
+            stages.add_metric((source.model_name, stage), seconds)
+        yield stages
+
+
+class _Families(Collector):
+    """Metric families that were collected already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """The families."""
+        return iter(self._families)
+
+
+def _without_created(family: Metric) -> Metric:
+    """Drop the `_created` time stamps: one useless series for each real one."""
+    copy = Metric(family.name, family.documentation, family.type, family.unit)
+    copy.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+    return copy
+
+
+def _renamed(family: Metric, prefix: str) -> Metric:
+    copy = Metric(prefix + family.name.removeprefix(PREFIX), family.documentation, family.type, family.unit)
+    copy.samples = [s._replace(name=prefix + s.name.removeprefix(PREFIX)) for s in family.samples]
+    return copy
+
+
+class CountAnswers:
+    """ASGI layer that counts answers; paths that are no route of ours are one label."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answered(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)

@@ -1,0 +1,185 @@
+"""What the server accepts: request bodies as msgspec Structs with bounds, decoded and checked in one pass.
+
+Types are strict ("0.5" is no number, true no token id). Ranges of sampling values belong to `engine.sampling_params`,
+which sees every request right after. Not here: answers (`server.answers`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from coterie.server.errors import bad_request, from_decode_error, not_supported
+
+logger = logging.getLogger("coterie.server")
+
+MAX_INT = 2**31 - 1
+Name = Annotated[str, Meta(max_length=512)]
+StopString = Annotated[str, Meta(max_length=1024)]
+Stops = StopString | Annotated[list[StopString], Meta(max_length=64)] | None
+TokenIds = Annotated[list[int], Meta(max_length=1_048_576)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+
+IGNORED = frozenset({
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "parallel_tool_calls", "verbosity", "modalities",
+})  # fmt: skip
+"""Fields that say nothing a text server of its own needs: accepted without a word."""
+
+UNSUPPORTED = frozenset({
+    "audio", "prediction", "web_search_options", "suffix", "use_beam_search", "structured_outputs", "guided_json",
+    "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "regex", "ebnf", "prompt_logprobs",
+    "prompt_embeds", "continue_final_message", "chat_template", "documents", "functions", "function_call",
+})  # fmt: skip
+"""Fields whose silent loss would change the answer: refused unless null, false or empty."""
+
+_EMPTY = frozenset({b"null", b"false", b"[]", b"{}", b'""', b'"none"', b'"auto"'})
+_MAX_WARNINGS = 200
+
+
+class StreamOptions(Struct, frozen=True):
+    """`include_usage`: totals in one last chunk; `continuous_usage_stats`: and the counts so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(Struct, frozen=True, kw_only=True):
+    """What both completion endpoints take. null means the default. OpenAI's names, then vLLM's for the rest."""
+
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=1024)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    stop: Stops = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+
+
+class ContentPart(Struct, frozen=True):
+    """A piece of a message. Only `text` parts are served; nothing is ever fetched."""
+
+    type: Name
+    text: str | None = None
+
+
+class Message(Struct, frozen=True, kw_only=True):
+    """One message of a chat. The roles are system, developer (read as system), user, assistant, tool and function."""
+
+    role: Name
+    content: str | Annotated[list[ContentPart], Meta(max_length=4096)] | None = None
+    name: Name | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    tool_call_id: Name | None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=65_536)]
+TemplateArguments = Annotated[dict[Name, Any], Meta(max_length=64)]
+
+
+class ResponseFormat(Struct, frozen=True):
+    """Only `text` is served so far."""
+
+    type: Name = "text"
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """Body of POST /v1/chat/completions. `max_completion_tokens` wins over `max_tokens`; without either, room left."""
+
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    tool_choice: Name | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Name | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    add_generation_prompt: bool | None = None
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """Body of POST /v1/completions. `prompt`: a string, strings, token ids, or lists of token ids."""
+
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1, max_length=1_048_576)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    best_of: Annotated[int, Meta(ge=0, le=4096)] | None = None
+    max_completion_tokens: Count | None = None
+    response_format: ResponseFormat | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(Struct, frozen=True, kw_only=True):
+    """Body of POST /tokenize: `prompt`, or `messages` as for a chat."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    reasoning_effort: Name | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    """Body of POST /detokenize."""
+
+    model: Name | None = None
+    tokens: TokenIds
+
+
+T = TypeVar("T", bound=Struct)
+
+
+class BodyDecoder(Generic[T]):
+    """Decodes one kind of request. Unknown fields are logged once each; with `strict` they are refused."""
+
+    def __init__(self, kind: type[T], *, strict: bool) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+        self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
+        self._known = frozenset(field.encode_name for field in msgspec.structs.fields(kind)) | IGNORED
+        self._strict = strict
+        self._warned: set[str] = set()
+
+    def decode(self, body: bytes) -> T:
+        """The request, or a 400 that names the field at fault."""
+        try:
+            request = self._decoder.decode(body)
+            names = self._names.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise from_decode_error(error, body) from error
+        if not names.keys() <= self._known:
+            self._judge(names)
+        return request
+
+    def _judge(self, names: dict[str, msgspec.Raw]) -> None:
+        for name in names.keys() - self._known:
+            shown = name if name.isidentifier() and len(name) <= 64 else repr(name[:64])
+            if name in UNSUPPORTED:
+                if bytes(names[name]) not in _EMPTY:
+                    raise not_supported(name, "this server does not support this field yet; leave it out")
+            elif self._strict:
+                raise bad_request(f"{shown}: unknown field (the server runs with --strict-api)", param=name[:64])
+            elif name not in self._warned and len(self._warned) < _MAX_WARNINGS:
+                self._warned.add(name)
+                logger.warning("unknown request field %s is ignored", shown)

@@ -1,0 +1,73 @@
+"""From a request's fields to SamplingParams and PromptJobs. null and absent mean the default.
+
+Ranges, the vocabulary and the context's length are checked by the engine's door, once. Here only what the door cannot
+know: how many prompts and choices one HTTP request may have, and which default length belongs to which endpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from coterie.engine.messages import SamplingParams
+from coterie.server.errors import bad_request
+from coterie.server.protocol import SamplingFields
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an endpoint makes of its own fields: length and log-probabilities."""
+
+    max_tokens: int | None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+def sampling_params(request: SamplingFields, wanted: Wanted) -> SamplingParams:
+    """The request's sampling values, not yet checked for their ranges."""
+    default = SamplingParams()
+    stop = request.stop
+    return SamplingParams(
+        temperature=_or(request.temperature, default.temperature),
+        top_p=_or(request.top_p, default.top_p),
+        top_k=_or(request.top_k, default.top_k),
+        min_p=_or(request.min_p, default.min_p),
+        repetition_penalty=_or(request.repetition_penalty, default.repetition_penalty),
+        presence_penalty=_or(request.presence_penalty, default.presence_penalty),
+        frequency_penalty=_or(request.frequency_penalty, default.frequency_penalty),
+        logit_bias=request.logit_bias or {},
+        seed=request.seed,
+        n=_or(request.n, default.n),
+        max_tokens=wanted.max_tokens,
+        min_tokens=_or(request.min_tokens, default.min_tokens),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        ignore_eos=bool(request.ignore_eos),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        logprobs=wanted.logprobs,
+        prompt_logprobs=wanted.prompt_logprobs,
+    )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def check_fan_out(num_prompts: int, request: SamplingFields, max_choices: int) -> None:
+    """Refuse a request that would become too many sequences."""
+    n = request.n or 1
+    if num_prompts * n > max_choices:
+        what = f"n = {n}" if num_prompts == 1 else f"{num_prompts} prompts times n = {n}"
+        raise bad_request(f"n: {what} is more than the {max_choices} sequences one request may have", param="n")
+
+
+def truncated(token_ids: list[int], keep: int | None, room: int) -> list[int]:
+    """The last `keep` tokens of a prompt; -1 keeps what fits into `room`."""
+    if keep is None:
+        return token_ids
+    if keep == 0:
+        raise bad_request("truncate_prompt_tokens: must be at least 1, or -1 for what fits", "truncate_prompt_tokens")
+    return token_ids[-(max(1, room) if keep < 0 else keep) :]

@@ -1,0 +1,127 @@
+"""ServerState: the model being served (none while it loads), the server's phase, and what is running now.
+
+One per app, handed to the routes; no module global. Not here: routes, and how the model is loaded (`server.run`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from starlette.requests import Request
+
+from coterie import __version__
+from coterie.server.config import ServerConfig
+from coterie.server.errors import ApiError, Fault, unavailable
+from coterie.server.generation import Generation, PromptJob
+from coterie.server.limits import BodyLimits
+from coterie.server.metrics import ServerMetrics
+from coterie.server.streaming import Envelope
+from coterie.server.templates import ChatTemplate, TemplateLimits
+from coterie.spec.errors import CoterieError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from coterie.engine.frontend import AsyncEngine
+    from coterie.engine.tokenizer import Tokenizer
+
+Phase = Literal["loading", "ready", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A loaded model and what the routes need of it."""
+
+    engine: AsyncEngine
+    name: str
+    template: ChatTemplate
+    created: int
+    fingerprint: str
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a model that takes and gives token ids only."""
+        return self.engine.tokenizer
+
+    def check_name(self, asked: str | None) -> None:
+        """Refuse another model's name; an absent one means this model."""
+        if asked is not None and asked != self.name:
+            message = f"model: {asked[:200]!r} is not served here; the model is {self.name!r}"
+            raise ApiError(Fault(404, message, param="model", code="model_not_found"))
+
+    def envelope(self, prefix: str, *, include_usage: bool = False, continuous_usage: bool = False) -> Envelope:
+        """A fresh id and the fields that go with it."""
+        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        now = int(time.time())
+        return Envelope(request_id, now, self.name, self.fingerprint, include_usage, continuous_usage)
+
+
+class ServerState:
+    """What the routes share. Touched by the event loop's thread only."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.body_limits = BodyLimits(config.max_body_bytes, config.max_body_seconds, config.max_json_depth)
+        self.metrics = ServerMetrics(config.metrics_compat)
+        self.phase: Phase = "loading"
+        self._model: ServedModel | None = None
+        self._running: set[Generation] = set()
+
+    @property
+    def loaded(self) -> ServedModel | None:
+        """The model, if it has been loaded."""
+        return self._model
+
+    def set_engine(self, engine: AsyncEngine) -> None:
+        """Begin to serve. Raises CoterieError if the chat template cannot be used."""
+        config = self.config
+        name = config.served_model_name or engine.model_name
+        tokenizer = engine.tokenizer
+        source = _template_file(config.chat_template) if config.chat_template else None
+        if source is None and tokenizer is not None:
+            source = tokenizer.chat_template
+        tokens = {} if tokenizer is None else {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+        limits = TemplateLimits(config.template_seconds, config.template_max_chars)
+        template = ChatTemplate(source, {"bos_token": None, "eos_token": None} | tokens, limits)
+        mark = hashlib.sha256(f"{__version__} {engine.model_name} {engine.config}".encode()).hexdigest()[:10]
+        self._model = ServedModel(engine, name, template, int(time.time()), f"fp_{mark}")
+        self.metrics.serve(name, engine.stats)
+        if self.phase == "loading":
+            self.phase = "ready"
+
+    def model(self) -> ServedModel:
+        """The model for a new request, or a 503 that says why there is none."""
+        if self.phase == "draining":
+            raise unavailable("the server is shutting down", retry_after=30, code="shutting_down")
+        if self._model is None or self.phase == "loading":
+            raise unavailable("the model is still loading", retry_after=5, code="loading")
+        return self._model
+
+    def begin(self, model: ServedModel, jobs: Sequence[PromptJob], request: Request) -> Generation:
+        """Start jobs for a request; its `close` must follow."""
+        generation = Generation(model.engine, jobs, self._running.discard)
+        self._running.add(generation)
+        generation.start(request.receive)
+        return generation
+
+    @property
+    def num_running(self) -> int:
+        """HTTP requests that are being answered."""
+        return len(self._running)
+
+    def stop_all(self, reason: str) -> None:
+        """End every running request with an error."""
+        for generation in list(self._running):
+            generation.stop(reason)
+
+
+def _template_file(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CoterieError(f"cannot read the chat template {path}: {error}") from error

@@ -1,0 +1,157 @@
+"""Server-sent events: a Generation written to the client as it comes, with usage as asked, pings and one clean end.
+
+The status line waits for the first news, so that an error before it is a proper HTTP error; after `ping_seconds`
+without news the headers go out and comments keep proxies from closing. A failure later is one error event and no
+[DONE]. Not here: what a chunk holds (the writers in `server.chat` and `server.completions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from coterie.engine.output import ChoiceDelta, PromptInfo
+from coterie.server.answers import PromptTokensDetails, Usage
+from coterie.server.errors import ApiError, ClientGone
+from coterie.server.generation import Event, Generation
+from coterie.server.protocol import SamplingFields
+
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every answer and chunk of one request carries, and how usage is wanted in a stream."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+def usage_wanted(request: SamplingFields) -> tuple[bool, bool]:
+    """(usage in a last chunk, usage so far in every chunk)."""
+    options = request.stream_options
+    if options is None:
+        return False, False
+    continuous = bool(options.continuous_usage_stats)
+    return bool(options.include_usage) or continuous, continuous
+
+
+class Tally:
+    """Counts the tokens of one request: each prompt once, whatever n is."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt = prompt_tokens
+        self._cached = 0
+        self._completion = 0
+
+    def add(self, event: Event) -> None:
+        """Count an event's tokens."""
+        if isinstance(event.value, PromptInfo):
+            self._cached += event.value.num_cached_tokens
+        else:
+            self._completion += len(event.value.token_ids)
+
+    def usage(self) -> Usage:
+        """The counts so far."""
+        return Usage(
+            prompt_tokens=self._prompt,
+            completion_tokens=self._completion,
+            total_tokens=self._prompt + self._completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._cached),
+        )
+
+
+class StreamWriter:
+    """Turns events into chunks. A subclass says what a choice's news looks like and how a chunk is built."""
+
+    def __init__(self, envelope: Envelope, prompt_tokens: int) -> None:
+        self.envelope = envelope
+        self.tally = Tally(prompt_tokens)
+
+    def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
+        """Chunks that open the choices of a prompt."""
+        raise NotImplementedError
+
+    def delta(self, index: int, delta: ChoiceDelta) -> list[Struct]:
+        """Chunks for news of a choice."""
+        raise NotImplementedError
+
+    def last(self, usage: Usage) -> Struct:
+        """The chunk without choices that carries the totals."""
+        raise NotImplementedError
+
+    def chunk_usage(self) -> Usage | UnsetType | None:
+        """The `usage` of a chunk with choices: absent, null or the counts so far, as asked."""
+        if self.envelope.continuous_usage:
+            return self.tally.usage()
+        return None if self.envelope.include_usage else UNSET
+
+    def write(self, events: Sequence[Event]) -> bytes:
+        """Events as server-sent events."""
+        frames: list[bytes] = []
+        for event in events:
+            self.tally.add(event)
+            value = event.value
+            chunks = (
+                self.prompt(event.prompt, value) if isinstance(value, PromptInfo) else self.delta(event.prompt, value)
+            )
+            frames.extend(map(frame, chunks))
+        return b"".join(frames)
+
+    def end(self) -> bytes:
+        """What follows the last news."""
+        return (frame(self.last(self.tally.usage())) if self.envelope.include_usage else b"") + DONE
+
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def frame(chunk: Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % _ENCODER.encode(chunk)
+
+
+class EventStream(Response):
+    """The streamed answer. `first` are the events that came before the headers."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, writer: StreamWriter, first: list[Event], ping_seconds: float) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._generation = generation
+        self._writer = writer
+        self._first = first
+        self._ping_seconds = ping_seconds
+        self.init_headers({
+            "Cache-Control": "no-cache", "X-Accel-Buffering": "no", "x-request-id": writer.envelope.id,
+        })  # fmt: skip
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            events: list[Event] | None = self._first
+            while events is not None:
+                data = self._writer.write(events) or (b"" if events else PING)
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                events = await self._generation.next_events(self._ping_seconds)
+            await send({"type": "http.response.body", "body": self._writer.end(), "more_body": False})
+        except ApiError as error:
+            body = b"data: %b\n\n" % error.fault.body()
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        except ClientGone:
+            pass
+        finally:
+            await self._generation.close()
