@@ -25,12 +25,12 @@ IsaLevel = Literal["generic", "avx2", "avx512"]
 
 
 class NativeKernels:
-    """One device: a thread pool and the kernels of one ISA level. Safe to call from several threads (calls take turns)."""
+    """One device: a thread pool and the kernels of one ISA level. Several threads may call it; they take turns."""
 
     name = "native"
 
     def __init__(self, threads: int = 1, isa: str | None = None) -> None:
-        """Raises ValueError for a level that this build or processor lacks (`None`: the best); `select` says why first."""
+        """`isa` None: the best level. Raises ValueError for one that this build or processor lacks (see `select`)."""
         self._device = _native.Device(threads, isa or _native.isa_levels()[-1])
 
     @property
@@ -145,6 +145,7 @@ class NativeKernels:
         return query_out, key_out
 
     def cache_write(self, cache: NDArray[Any], rows: Floats, batch: Prepared) -> None:
+        assert batch.slot_mapping is not None, "cache_write: this batch has no slot_mapping"
         self._device.cache_write(cache, _floats(rows), batch.slot_mapping)
 
     def attend(
@@ -216,7 +217,7 @@ class NativeKernels:
 
 
 def _floats(array: NDArray[Any]) -> Floats:
-    """C-contiguous float32, without a copy where it is that already. Any other type is a mistake, never narrowed here."""
+    """C-contiguous float32, copied only if it is not contiguous. Another type is a mistake, never narrowed here."""
     if array.dtype != np.float32:
         raise TypeError(f"native kernels take float32 arrays, not {array.dtype}")
     return np.ascontiguousarray(array)

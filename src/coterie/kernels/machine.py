@@ -1,0 +1,112 @@
+"""Machine: what this process may use, probed once into a frozen record. Facts only; `select` decides.
+
+Threads = min(CPUs in the affinity mask, whole CPUs of the cgroup quota, physical cores in the mask): more threads than
+a quota allows are throttled all at once, and two threads on one core share its multipliers. Not here: memory, NUMA.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from coterie.kernels import _native
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`isa_levels`: usable levels, best last. `quota`: CPUs that the cgroups grant, None without a limit."""
+
+    arch: str
+    isa_levels: tuple[str, ...]
+    cpus: int
+    cores: int
+    quota: float | None
+    threads: int
+    threads_reason: str
+
+
+@cache
+def machine() -> Machine:
+    """The record of this process, probed at the first call."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return probe(Path("/"), affinity)
+
+
+def probe(root: Path, affinity: set[int]) -> Machine:
+    """Read the facts below `root` (tests give a made-up tree) for a process bound to the CPUs of `affinity`."""
+    cores, quota = _physical_cores(root, affinity), _cpu_quota(root)
+    threads, reason = choose_threads(len(affinity), cores, quota)
+    return Machine(
+        arch=platform.machine(),
+        isa_levels=tuple(_native.isa_levels()),
+        cpus=len(affinity),
+        cores=cores,
+        quota=quota,
+        threads=threads,
+        threads_reason=reason,
+    )
+
+
+def choose_threads(cpus: int, cores: int, quota: float | None) -> tuple[int, str]:
+    """The smallest of the limits, and the words that say which one it was."""
+    limits = [(cores, f"{cores} physical cores"), (cpus, f"{cpus} CPUs in the affinity mask")]
+    if quota is not None:
+        limits.append((max(1, int(quota)), f"a cgroup quota of {quota:g} CPUs"))
+    threads, reason = min(limits, key=lambda limit: limit[0])
+    return threads, reason
+
+
+def _physical_cores(root: Path, affinity: set[int]) -> int:
+    """Distinct (package, core) pairs among the CPUs; every CPU counts as a core where the system does not say."""
+    found = set()
+    for cpu in affinity:
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        package, core = _read(topology / "physical_package_id"), _read(topology / "core_id")
+        found.add((package, core) if core is not None else ("cpu", str(cpu)))
+    return len(found)
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """The tightest CPU limit of the process's cgroup and its parents, version 1 or 2."""
+    limits = []
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            limits += [_limit_v2(folder) for folder in _ancestors(root / "sys/fs/cgroup", path)]
+        elif "cpu" in controllers.split(","):
+            for mount in {controllers, "cpu"}:
+                limits += [_limit_v1(folder) for folder in _ancestors(root / "sys/fs/cgroup" / mount, path)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _ancestors(mount: Path, path: str) -> Iterator[Path]:
+    """The mount and each folder from it down to `path`. In a container the tail may not exist; the mount counts."""
+    folder = mount
+    yield folder
+    for part in path.strip("/").split("/"):
+        folder = folder / part
+        yield folder
+
+
+def _limit_v2(folder: Path) -> float | None:
+    fields = (_read(folder / "cpu.max") or "max").split()
+    return None if fields[0] == "max" else int(fields[0]) / int(fields[1])
+
+
+def _limit_v1(folder: Path) -> float | None:
+    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    if quota is None or period is None or int(quota) <= 0:
+        return None
+    return int(quota) / int(period)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
