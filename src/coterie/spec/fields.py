@@ -121,7 +121,8 @@ class Fields:
 
     def error(self, name: str, expected: str) -> SpecError:
         """A SpecError about the value of `name`."""
-        return SpecError(f"{self.owner}: {self.label(name)}={_short(self.raw(name))} is not possible; expected {expected}")
+        given = f"{self.label(name)}={_short(self.raw(name))}"
+        return SpecError(f"{self.owner}: {given} is not possible; expected {expected}")
 
     def integer(self, name: str, minimum: int = 1) -> int:
         """An integer from `minimum` up; neither a boolean, a float nor text."""
