@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from coterie.model.names import weight_layout
 from coterie.spec import Fp8BlockQuant, ModelSpec, MoESpec
 

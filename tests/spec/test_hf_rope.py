@@ -1,4 +1,4 @@
-"""Rope settings against transformers: frequencies, cos/sin factor and MLA's softmax scale, for every scaling that runs."""
+"""Rope settings against transformers: frequencies, cos/sin factor, MLA's softmax scale, for every scaling that runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from coterie.spec import ModelSpec, SpecError
 from coterie.spec.rope import cos_sin, inverse_frequencies
 

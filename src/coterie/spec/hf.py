@@ -115,7 +115,7 @@ def _unwrap(raw: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     values = dict(inner)
     outer = []
     for key, value in raw.items():
-        if key in _INHERITED and value is not None:
+        if key in _INHERITED:
             if values.get(key) is None:
                 values[key] = value
         elif key not in ("text_config", "model_type"):
@@ -221,6 +221,8 @@ def _latent(family: Family, fields: Fields) -> AttentionSpec:
     heads = fields.integer("num_attention_heads")
     if "qk_head_dim" in fields and fields.integer("qk_head_dim") != nope + rope_dim:
         raise fields.error("qk_head_dim", f"qk_nope_head_dim + qk_rope_head_dim = {nope + rope_dim}")
+    if rope_dim % 2:
+        raise fields.error("qk_rope_head_dim", "an even number")
     rope = read_rope(fields, partial=False)
     bias = family.bias_key is not None and fields.flag(family.bias_key)
     return AttentionSpec(
@@ -354,7 +356,7 @@ def _quantization(fields: Fields) -> Fp8BlockQuant | None:
         raise fields.error("quantization_config", "an object or null")
     method = config.get("quant_method")
     if method != "fp8":
-        raise SpecError(f"{fields.owner}: quantisation {method!r} is not supported, only none and fp8 in blocks")
+        raise SpecError(f"{fields.owner}: quantization_config {method!r} is not supported, only fp8 in blocks or none")
     for key, allowed in _FP8_VALUES.items():
         if config.get(key) not in allowed:
             raise SpecError(f"{fields.owner}: quantization_config {key}={config[key]!r} is not supported")
@@ -363,5 +365,5 @@ def _quantization(fields: Fields) -> Fp8BlockQuant | None:
         raise SpecError(f"{fields.owner}: quantization_config has unknown fields {', '.join(sorted(unknown))}")
     block = config.get("weight_block_size")
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(is_integer(n) and n > 0 for n in block):
-        raise SpecError(f"{fields.owner}: fp8 weight_block_size={block!r} is not supported; expected [rows, cols]")
+        raise SpecError(f"{fields.owner}: quantization_config weight_block_size={block!r} is not [rows, columns]")
     return Fp8BlockQuant(*block)
