@@ -1,8 +1,9 @@
-"""The header check on every kind of damage, reading in large sequential reads, and the writer against the official reader."""
+"""The header check on every kind of damage, large sequential reads, and the writer against the official reader."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,11 @@ def write(folder: Path, content: bytes) -> Path:
 
 
 def test_reads_what_the_official_writer_wrote(tmp_path: Path) -> None:
-    tensors = {"w": torch.arange(6.0).reshape(2, 3), "v": torch.ones(5, dtype=torch.bfloat16), "none": torch.empty(0, 4)}
+    tensors = {
+        "w": torch.arange(6.0).reshape(2, 3),
+        "v": torch.ones(5, dtype=torch.bfloat16),
+        "none": torch.empty(0, 4),
+    }
     header = read_header(write(tmp_path, save(tensors, {"format": "pt"})))
     assert header.metadata == {"format": "pt"}
     assert {name: (t.dtype, t.shape) for name, t in header.tensors.items()} == {
@@ -54,7 +59,11 @@ def test_reads_what_the_official_writer_wrote(tmp_path: Path) -> None:
         "v": ("BF16", (5,)),
         "none": ("F32", (0, 4)),
     }
-    raw = {piece.tensor.name: bytes(data) for t in header.tensors.values() for piece, data in stream(split_rows(t), ReadStats())}
+    raw = {
+        piece.tensor.name: bytes(data)
+        for t in header.tensors.values()
+        for piece, data in stream(split_rows(t), ReadStats())
+    }
     assert raw == {"w": tensors["w"].numpy().tobytes(), "v": b"\x80\x3f" * 5}
 
 
@@ -88,8 +97,7 @@ def test_reads_what_the_official_writer_wrote(tmp_path: Path) -> None:
         (b"[" * 100_000, 0, "not valid JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", 0, "not valid JSON"),
         (b'{"a": {"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}}', 0, "'dtype' appears twice"),
-        (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1,
-         "'a' appears twice"),
+        (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":1}', 0, "'a' appears twice"),
     ],
 )  # fmt: skip
 def test_refuses_a_bad_header(tmp_path: Path, header: Any, size: int, says: str) -> None:
@@ -138,7 +146,7 @@ def test_no_mutated_byte_escapes_as_another_error(tmp_path: Path, position: int,
         str(error).encode()
         return
     spans = sorted((t.start, t.start + t.nbytes) for t in header.tensors.values())
-    assert spans[-1][1] == size and all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert spans[-1][1] == size and all(a[1] == b[0] for a, b in pairwise(spans))
 
 
 json_values = st.recursive(
@@ -146,7 +154,9 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
-tensor_fields = st.fixed_dictionaries({"dtype": json_values, "shape": json_values, "data_offsets": json_values}) | json_values
+tensor_fields = (
+    st.fixed_dictionaries({"dtype": json_values, "shape": json_values, "data_offsets": json_values}) | json_values
+)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -189,7 +199,9 @@ def test_large_tensors_come_in_whole_rows_by_large_reads(tmp_path: Path) -> None
     stats = ReadStats()
     got = np.concatenate([raw.copy() for _, raw in stream(pieces, stats)])
     assert got.tobytes() == values.numpy().tobytes()
-    assert stats.bytes == values.nbytes and stats.reads == -(-values.nbytes // (READ_BYTES // PIECE_BYTES * pieces[0].nbytes))
+    assert stats.bytes == values.nbytes and stats.reads == -(
+        -values.nbytes // (READ_BYTES // PIECE_BYTES * pieces[0].nbytes)
+    )
 
 
 def test_a_file_that_shrinks_while_read_is_an_error(tmp_path: Path) -> None:

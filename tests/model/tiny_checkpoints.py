@@ -1,6 +1,6 @@
 """Helpers for loader tests: a recording backend on plain numpy, a tiny DeepSeek-V3-like spec, checkpoint writers.
 
-`hf_tensors` spells out the released names and shapes by hand, so that it checks the name table rather than repeating it.
+`hf_tensors` spells out the released names and shapes by hand, so that it checks the name table and does not repeat it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def from_bits(bits: np.ndarray) -> np.ndarray:
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
-    """MLA with low-rank query, one dense and one MoE layer, one MTP block. `q_lora_rank` and ModelSpec fields change it."""
+    """MLA, one dense and one MoE layer, one MTP block. `changes`: `q_lora_rank` and ModelSpec fields."""
     attention = AttentionSpec(
         kind="mla",
         num_heads=HEADS,
@@ -107,7 +107,9 @@ def _decoder(prefix: str, dense: bool, q_lora_rank: int | None) -> dict[str, tup
     shapes[f"{a}kv_a_layernorm.weight"] = (RANK,)
     shapes[f"{a}kv_b_proj.weight"] = (HEADS * (NOPE + VALUE), RANK)
     shapes[f"{a}o_proj.weight"] = (HIDDEN, HEADS * VALUE)
-    mlps = [("", DENSE)] if dense else [*((f"experts.{e}.", INNER) for e in range(EXPERTS)), ("shared_experts.", SHARED)]
+    mlps = (
+        [("", DENSE)] if dense else [*((f"experts.{e}.", INNER) for e in range(EXPERTS)), ("shared_experts.", SHARED)]
+    )
     for name, inner in mlps:
         shapes[f"{prefix}mlp.{name}gate_proj.weight"] = (inner, HIDDEN)
         shapes[f"{prefix}mlp.{name}up_proj.weight"] = (inner, HIDDEN)

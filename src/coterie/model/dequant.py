@@ -43,7 +43,7 @@ def to_float32(raw: NDArray[np.uint8], dtype: str) -> FloatArray:
     if dtype == "F16":
         return raw.view("<f2").astype(np.float32)
     if dtype == "F8_E8M0":
-        values = np.ldexp(np.float32(1), raw.astype(np.int32) - 127).astype(np.float32)
+        values = np.ldexp(np.float32(1), np.minimum(raw, 254).astype(np.int32) - 127).astype(np.float32)
         values[raw == 255] = np.nan
         return values
     raise ValueError(f"dtype {dtype} is not a plain float")

@@ -52,10 +52,10 @@ class LoadReport:
 
     def lines(self) -> list[str]:
         """The report for a person, one fact a line."""
-        convert = self.seconds - self.read_seconds
+        split = f"{self.read_seconds:.1f} s reading, {self.seconds - self.read_seconds:.1f} s converting"
         lines = [
             f"{self.tensors} tensors, {self.nbytes / 1e9:.2f} GB from {len(self.files)} file(s) in "
-            f"{self.seconds:.1f} s ({self.gb_per_s:.2f} GB/s; {self.read_seconds:.1f} s reading, {convert:.1f} s converting)"
+            f"{self.seconds:.1f} s ({self.gb_per_s:.2f} GB/s; {split})"
         ]
         for item in self.conversions:
             lines.append(f"{item.tensors} tensors {item.stored} -> {item.kind}: {'exact' if item.exact else 'rounded'}")

@@ -228,8 +228,9 @@ def fuse_experts(layout: WeightLayout, present: Container[str]) -> None:
             fused = f"{experts}.{end}_proj"
             if fused not in present:
                 continue
-            mine = [name for name in tensors if layout.tensors[name].parts[0].bank.endswith(f".{end}")]
-            bank = layout.tensors[mine[0]].parts[0].bank
+            banks = {name: layout.tensors[name].parts[0].bank for name in tensors if name in layout.tensors}
+            mine = [name for name, bank in banks.items() if bank.endswith(f".{end}")]
+            bank = banks[mine[0]]
             size = layout.banks[bank]
             parts = tuple(Part(bank, e, rows=(e * size.rows, (e + 1) * size.rows)) for e in range(size.count))
             for name in mine:

@@ -1,0 +1,730 @@
+"""The loader against checkpoints in the released layout: every slice, every dtype, and every refusal at the door."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save, save_file
+from tiny_checkpoints import (
+    EXPERTS,
+    HEADS,
+    HIDDEN,
+    INNER,
+    NOPE,
+    RANK,
+    VALUE,
+    VOCAB,
+    FakeKernels,
+    hf_tensors,
+    tiny_spec,
+    write_folder,
+    write_in_order,
+    write_index,
+)
+
+from coterie.model.load_report import LoadProgress
+from coterie.model.loader import LoadedWeights, LoadError, load_weights
+from coterie.model.names import weight_layout
+from coterie.spec.model import AttentionSpec, Fp8BlockQuant, ModelSpec
+
+Tensors = dict[str, torch.Tensor]
+
+
+def load(folder: Path, spec: ModelSpec | None = None, **options: object) -> tuple[LoadedWeights, FakeKernels]:
+    kernels = FakeKernels()
+    return load_weights(folder, spec or tiny_spec(), kernels, **options), kernels  # type: ignore[arg-type]
+
+
+def refused(folder: Path, spec: ModelSpec | None = None, **options: object) -> LoadError:
+    """The error of a load that must stop before any allocation."""
+    kernels = FakeKernels()
+    with pytest.raises(LoadError) as caught:
+        load_weights(folder, spec or tiny_spec(), kernels, **options)  # type: ignore[arg-type]
+    assert kernels.allocated == 0
+    return caught.value
+
+
+def bank(loaded: LoadedWeights, kernels: FakeKernels, key: str, index: int = 0) -> torch.Tensor:
+    return torch.from_numpy(kernels.read(loaded.weights[key], index))
+
+
+def check_every_value(loaded: LoadedWeights, kernels: FakeKernels, tensors: Tensors) -> None:
+    """Every bank and vector against slices of the checkpoint written down by hand."""
+    t = {name: tensor.float() for name, tensor in tensors.items()}
+
+    def same(key: str, expected: torch.Tensor, index: int = 0) -> None:
+        assert torch.equal(bank(loaded, kernels, key, index), expected), key
+
+    same("embed", t["model.embed_tokens.weight"])
+    same("head", t["lm_head.weight"])
+    assert torch.equal(torch.from_numpy(loaded.weights["norm"]), t["model.norm.weight"])
+    for layer, key in enumerate(("layers.0", "layers.1", "mtp.0.layer")):
+        source = f"model.layers.{layer}"
+        for name, stored in {"q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "o": "o_proj"}.items():
+            same(f"{key}.attention.{name}", t[f"{source}.self_attn.{stored}.weight"])
+        kv_b = t[f"{source}.self_attn.kv_b_proj.weight"].reshape(HEADS, NOPE + VALUE, RANK)
+        for head in range(HEADS):
+            same(f"{key}.attention.w_uk", kv_b[head, :NOPE].T, head)
+            same(f"{key}.attention.w_uv", kv_b[head, NOPE:], head)
+        vectors = {
+            "attention_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "attention.q_norm": "self_attn.q_a_layernorm",
+            "attention.kv_norm": "self_attn.kv_a_layernorm",
+        }
+        for name, stored in vectors.items():
+            assert torch.equal(torch.from_numpy(loaded.weights[f"{key}.{name}"]), t[f"{source}.{stored}.weight"])
+        mlps = [("ffn", "mlp", 0)] if layer == 0 else [("ffn.shared", "mlp.shared_experts", 0)]
+        mlps += [("ffn", f"mlp.experts.{e}", e) for e in range(EXPERTS)] if layer else []
+        for name, stored, index in mlps:
+            gate, up = t[f"{source}.{stored}.gate_proj.weight"], t[f"{source}.{stored}.up_proj.weight"]
+            same(f"{key}.{name}.gate_up", torch.cat([gate, up]), index)
+            same(f"{key}.{name}.down", t[f"{source}.{stored}.down_proj.weight"], index)
+        if layer:
+            same(f"{key}.ffn.gate", t[f"{source}.mlp.gate.weight"])
+            bias = torch.from_numpy(loaded.weights[f"{key}.ffn.correction_bias"])
+            assert torch.equal(bias, t[f"{source}.mlp.gate.e_score_correction_bias"])
+    same("mtp.0.e_proj", t["model.layers.2.eh_proj.weight"][:, :HIDDEN])
+    same("mtp.0.h_proj", t["model.layers.2.eh_proj.weight"][:, HIDDEN:])
+    for name, stored in {"enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm"}.items():
+        assert torch.equal(torch.from_numpy(loaded.weights[f"mtp.0.{name}"]), t[f"model.layers.2.{stored}.weight"])
+
+
+def all_keys(*, mtp: bool = True) -> set[str]:
+    layout = weight_layout(tiny_spec(), mtp=mtp)
+    return layout.banks.keys() | layout.vectors.keys()
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f32")])
+def test_every_value_lands_in_its_place(tmp_path: Path, dtype: torch.dtype, kind: str, shards: int) -> None:
+    tensors = hf_tensors(dtype)
+    write_folder(tmp_path, tensors, shards)
+    loaded, kernels = load(tmp_path)
+    assert loaded.kind == kind and loaded.weights.keys() == all_keys()
+    check_every_value(loaded, kernels, tensors)
+    report = loaded.report
+    assert len(report.files) == shards and report.tensors == len(tensors) and report.mtp_present
+    assert report.nbytes == sum(tensor.nbytes for tensor in tensors.values()) and not report.skipped
+    assert all(item.exact for item in report.conversions)
+    assert sum(item.tensors for item in report.conversions) == len(tensors)
+    assert any("float16" in note for note in report.notes) == (dtype == torch.float16)
+
+
+def test_narrowing_happens_only_when_asked_and_is_reported(tmp_path: Path) -> None:
+    tensors = hf_tensors()
+    write_folder(tmp_path, tensors)
+    loaded, kernels = load(tmp_path, dtype="bfloat16")
+    assert loaded.kind == "bf16"
+    embed = tensors["model.embed_tokens.weight"]
+    assert torch.equal(bank(loaded, kernels, "embed"), embed.bfloat16().float())
+    for key in ("layers.1.ffn.gate", "layers.1.ffn.correction_bias", "norm"):  # router and vectors keep every bit
+        source = {"layers.1.ffn.gate": "model.layers.1.mlp.gate.weight", "norm": "model.norm.weight"}
+        name = source.get(key, "model.layers.1.mlp.gate.e_score_correction_bias")
+        value = bank(loaded, kernels, key) if key.endswith(".gate") else torch.from_numpy(loaded.weights[key])
+        assert torch.equal(value, tensors[name])
+    rounded = {(item.stored, item.kind): item.exact for item in loaded.report.conversions}
+    assert rounded == {("F32", "bf16"): False, ("F32", "f32"): True}
+
+
+def test_a_bfloat16_checkpoint_can_be_widened(tmp_path: Path) -> None:
+    tensors = hf_tensors(torch.bfloat16)
+    write_folder(tmp_path, tensors)
+    loaded, kernels = load(tmp_path, dtype="float32")
+    assert loaded.kind == "f32"
+    check_every_value(loaded, kernels, tensors)
+
+
+def test_the_correction_bias_keeps_neighbouring_values_apart(tmp_path: Path) -> None:
+    tensors = hf_tensors(torch.bfloat16)
+    bias = 7.0 + 0.001 * torch.arange(EXPERTS)
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = bias
+    write_folder(tmp_path, tensors)
+    loaded, _ = load(tmp_path)
+    assert loaded.weights["layers.1.ffn.correction_bias"].tobytes() == bias.numpy().tobytes()
+
+
+def test_one_float32_matrix_in_a_bfloat16_checkpoint_is_not_narrowed(tmp_path: Path) -> None:
+    tensors = hf_tensors(torch.bfloat16)
+    tensors["lm_head.weight"] = torch.randn(VOCAB, HIDDEN)
+    write_folder(tmp_path, tensors)
+    loaded, kernels = load(tmp_path)
+    assert loaded.kind == "bf16" and loaded.weights["head"].kind == "f32"
+    assert torch.equal(bank(loaded, kernels, "head"), tensors["lm_head.weight"])
+    assert any("stay float32" in note for note in loaded.report.notes)
+
+
+def test_a_single_query_projection(tmp_path: Path) -> None:
+    tensors = hf_tensors(q_lora_rank=None)
+    write_folder(tmp_path, tensors)
+    loaded, kernels = load(tmp_path, tiny_spec(q_lora_rank=None))
+    assert torch.equal(bank(loaded, kernels, "layers.1.attention.q"), tensors["model.layers.1.self_attn.q_proj.weight"])
+
+
+def test_both_query_projections_are_refused(tmp_path: Path) -> None:
+    tensors = hf_tensors()
+    single = hf_tensors(q_lora_rank=None)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    write_folder(tmp_path, {**tensors, name: single[name]})
+    for rank in (None, 10):
+        error = refused(tmp_path, tiny_spec(q_lora_rank=rank))
+        assert "both q_proj and q_a_proj" in error.problems[0]
+        assert ("null" if rank is None else "10") in error.problems[0]
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.model.", "model.language_model.", "language_model."])
+@pytest.mark.parametrize("head", ["lm_head.weight", "beside"])
+def test_prefixes_are_read_from_the_names(tmp_path: Path, prefix: str, head: str) -> None:
+    tensors = hf_tensors()
+    head = f"{prefix.removesuffix('model.')}lm_head.weight" if head == "beside" else head
+    renamed = {
+        prefix + name.removeprefix("model."): value for name, value in tensors.items() if name != "lm_head.weight"
+    }
+    write_folder(tmp_path, {**renamed, head: tensors["lm_head.weight"]})
+    loaded, kernels = load(tmp_path)
+    check_every_value(loaded, kernels, tensors)
+
+
+def test_two_prefixes_are_two_models(tmp_path: Path) -> None:
+    tensors = hf_tensors()
+    tensors["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    write_folder(tmp_path, tensors)
+    assert "two models in one folder" in refused(tmp_path).problems[0]
+
+
+@pytest.mark.parametrize("which", ["both", "gate_up", "down"])
+def test_stacked_experts(tmp_path: Path, which: str) -> None:
+    tensors = hf_tensors()
+    stacked = dict(tensors)
+    for layer in (1, 2):
+        base = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            [stacked.pop(f"{base}.{e}.{name}_proj.weight") if which in ("both", part) else None for e in range(EXPERTS)]
+            for name, part in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down"))
+        )
+        if which != "down":
+            pairs = zip(gates, ups, strict=True)
+            stacked[f"{base}.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up in pairs])  # type: ignore[list-item]
+        if which != "gate_up":
+            stacked[f"{base}.down_proj"] = torch.stack(downs)  # type: ignore[arg-type]
+    write_folder(tmp_path, stacked)
+    loaded, kernels = load(tmp_path)
+    check_every_value(loaded, kernels, tensors)
+
+
+def test_transposed_stacked_experts_are_refused_by_shape(tmp_path: Path) -> None:
+    tensors = {name: value for name, value in hf_tensors().items() if ".mlp.experts." not in name}
+    for layer in (1, 2):
+        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.zeros(EXPERTS, HIDDEN, 2 * INNER)
+        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.zeros(EXPERTS, INNER, HIDDEN)
+    write_folder(tmp_path, tensors)
+    assert f"implies {[EXPERTS, 2 * INNER, HIDDEN]}" in str(refused(tmp_path))
+
+
+# ---- FP8 -------------------------------------------------------------------------------------------------------------
+def fp8_checkpoint(tensors: Tensors, block: tuple[int, int], scale_dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    """(stored, dequantised in float32): every matrix but embedding, head and router becomes e4m3 with block scales."""
+    generator = torch.Generator().manual_seed(3)
+    stored, plain = {}, {}
+    for name, value in tensors.items():
+        if value.ndim != 2 or name.startswith(("model.embed", "lm_head")) or name.endswith("mlp.gate.weight"):
+            stored[name], plain[name] = value, value.float()
+            continue
+        codes = value.float().to(torch.float8_e4m3fn)
+        table = [-(-size // step) for size, step in zip(value.shape, block, strict=True)]
+        scale = torch.rand(table, generator=generator) + 0.5
+        if scale_dtype == torch.float8_e8m0fnu:
+            scale = torch.exp2(torch.randint(-4, 4, table, generator=generator).float())
+        stored[name], stored[f"{name}_scale_inv"] = codes, scale.to(scale_dtype)
+        wide = scale.to(scale_dtype).float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        plain[name] = codes.float() * wide[: value.shape[0], : value.shape[1]]
+    return stored, plain
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("block", [(128, 128), (5, 8), (4, 3)])
+def test_fp8_blocks(tmp_path: Path, block: tuple[int, int], scale_dtype: torch.dtype, dtype: str) -> None:
+    stored, plain = fp8_checkpoint(hf_tensors(torch.bfloat16), block, scale_dtype)
+    write_folder(tmp_path, stored)
+    loaded, kernels = load(tmp_path, tiny_spec(quantization=Fp8BlockQuant(*block)), dtype=dtype)
+    if dtype == "auto":
+        assert loaded.kind == "bf16"
+        plain = {k: v if v.ndim == 1 or k.endswith("gate.weight") else v.bfloat16().float() for k, v in plain.items()}
+    check_every_value(loaded, kernels, plain)
+    fp8 = [item for item in loaded.report.conversions if item.stored.startswith("F8_E4M3")]
+    assert sum(item.tensors for item in fp8) == sum(name.endswith("_scale_inv") for name in stored)
+    assert {item.exact for item in fp8} == {scale_dtype == torch.float8_e8m0fnu}
+
+
+def test_fp8_with_dot_scale_names(tmp_path: Path) -> None:
+    stored, plain = fp8_checkpoint(hf_tensors(torch.bfloat16), (5, 8), torch.float32)
+    write_folder(tmp_path, {name.replace(".weight_scale_inv", ".scale"): value for name, value in stored.items()})
+    loaded, kernels = load(tmp_path, tiny_spec(quantization=Fp8BlockQuant(5, 8)), dtype="float32")
+    check_every_value(loaded, kernels, plain)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_fp8_scales_behind_their_weights(tmp_path: Path, shards: int) -> None:
+    stored, plain = fp8_checkpoint(hf_tensors(torch.bfloat16), (5, 8), torch.float32)
+    code = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
+    scales = {name: (code[value.dtype], value) for name, value in stored.items() if name.endswith("_scale_inv")}
+    weights = {name: (code[value.dtype], value) for name, value in stored.items() if name not in scales}
+    if shards == 1:
+        write_in_order(tmp_path / "model.safetensors", {**weights, **scales})
+    else:
+        write_in_order(tmp_path / "a.safetensors", weights)
+        write_in_order(tmp_path / "b.safetensors", scales)
+    loaded, kernels = load(tmp_path, tiny_spec(quantization=Fp8BlockQuant(5, 8)), dtype="float32")
+    check_every_value(loaded, kernels, plain)
+    assert any(note.startswith(f"{len(scales)} scale tables lie behind") for note in loaded.report.notes)
+
+
+@pytest.mark.parametrize("shape", [(576, 256), (129, 130), (1, 128), (200, 130), (128, 128)])
+@pytest.mark.parametrize("chunk", [1, 7, 128, 1000])
+def test_dequantisation_of_odd_shapes(shape: tuple[int, int], chunk: int) -> None:
+    from coterie.model.dequant import BlockScale, dequantize_rows, scale_shape
+
+    block = Fp8BlockQuant()
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    table = scale_shape(shape, block)
+    assert table == (-(-shape[0] // 128), -(-shape[1] // 128))
+    scale = torch.rand(table) + 0.5
+    raw = codes.view(torch.uint8).numpy()
+    parts = [
+        dequantize_rows(raw[row : row + chunk], row, BlockScale(scale.numpy(), block))
+        for row in range(0, shape[0], chunk)
+    ]
+    expected = codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+    assert np.concatenate(parts).tobytes() == expected.numpy().tobytes()
+
+
+def test_every_stored_value_of_every_dtype() -> None:
+    from coterie.model.dequant import E4M3_VALUES, fits_bfloat16, to_bfloat16, to_float32
+
+    codes = torch.arange(256, dtype=torch.uint8)
+    np.testing.assert_array_equal(E4M3_VALUES, codes.view(torch.float8_e4m3fn).float().numpy())
+    np.testing.assert_array_equal(
+        to_float32(codes.numpy(), "F8_E8M0"), codes.view(torch.float8_e8m0fnu).float().numpy()
+    )
+    words = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    for name, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        np.testing.assert_array_equal(
+            to_float32(words.view(torch.uint8).numpy(), name), words.view(dtype).float().numpy()
+        )
+    wide = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    ours = torch.from_numpy(to_bfloat16(wide.numpy())).view(torch.bfloat16).float()
+    np.testing.assert_array_equal(ours.numpy(), wide.bfloat16().float().numpy())
+    assert fits_bfloat16(ours.numpy()) and not fits_bfloat16(wide.numpy())
+
+
+def test_fp8_problems_are_named(tmp_path: Path) -> None:
+    block = (5, 8)
+    stored, _ = fp8_checkpoint(hf_tensors(torch.bfloat16), block, torch.float32)
+    spec = tiny_spec(quantization=Fp8BlockQuant(*block))
+    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    cases = {
+        "wrong table": ({**stored, name: stored[name][:-1].clone()}, spec, "in blocks of 5x8 needs [5, 2]"),
+        "no table": ({k: v for k, v in stored.items() if k != name}, spec, "has no scale table"),
+        "odd table": ({**stored, name: stored[name].to(torch.int32)}, spec, "scales can be"),
+        "no config": (stored, tiny_spec(), "weight_block_size"),
+        "two tables": (
+            {**stored, name.replace("weight_scale_inv", "scale"): stored[name].clone()},
+            spec,
+            "two scale tables",
+        ),
+    }
+    for case, (tensors, wanted, says) in cases.items():
+        write_folder(tmp_path / case, tensors)
+        assert says in str(refused(tmp_path / case, wanted)), case
+
+
+def test_a_nan_scale_is_a_named_error(tmp_path: Path) -> None:
+    stored, _ = fp8_checkpoint(hf_tensors(torch.bfloat16), (5, 8), torch.float32)
+    stored["model.layers.0.self_attn.o_proj.weight_scale_inv"][0, 0] = float("nan")
+    write_folder(tmp_path, stored)
+    with pytest.raises(LoadError, match=r"o_proj\.weight_scale_inv' holds NaN"):
+        load(tmp_path, tiny_spec(quantization=Fp8BlockQuant(5, 8)))
+
+
+# ---- MTP -------------------------------------------------------------------------------------------------------------
+def test_mtp_off_skips_and_counts_the_block(tmp_path: Path) -> None:
+    tensors = hf_tensors()
+    write_folder(tmp_path, tensors)
+    loaded, _ = load(tmp_path, mtp=False)
+    assert loaded.weights.keys() == all_keys(mtp=False) and not loaded.report.mtp_present
+    (skip,) = loaded.report.skipped
+    block = [tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")]
+    assert (skip.tensors, skip.nbytes) == (len(block), sum(tensor.nbytes for tensor in block))
+    assert "MTP is off" in skip.reason
+
+
+def test_a_checkpoint_without_the_declared_block_turns_mtp_off(tmp_path: Path) -> None:
+    write_folder(tmp_path, hf_tensors(mtp=False))
+    loaded, _ = load(tmp_path)
+    assert not loaded.report.mtp_present and loaded.weights.keys() == all_keys(mtp=False)
+    assert any("MTP is off" in note for note in loaded.report.notes)
+
+
+def test_a_block_that_the_config_does_not_declare_is_skipped(tmp_path: Path) -> None:
+    write_folder(tmp_path, hf_tensors())
+    loaded, _ = load(tmp_path, tiny_spec(mtp_layers=()))
+    assert "declares no such MTP block" in loaded.report.skipped[0].reason and not loaded.report.mtp_present
+
+
+def test_a_decoder_layer_past_the_last_is_not_taken_for_mtp(tmp_path: Path) -> None:
+    write_folder(tmp_path, hf_tensors(mtp=False))
+    spec = tiny_spec()
+    error = refused(tmp_path, dataclasses.replace(spec, layers=spec.layers[:1], mtp_layers=()))
+    assert all("model.layers.1." in problem for problem in error.problems)
+
+
+def test_a_partial_mtp_block_is_refused(tmp_path: Path) -> None:
+    tensors = hf_tensors()
+    del tensors["model.layers.2.enorm.weight"]
+    write_folder(tmp_path, tensors)
+    assert refused(tmp_path).problems == ("'model.layers.2.enorm.weight' is missing",)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_copies_in_the_mtp_block_are_compared(tmp_path: Path, differs: bool) -> None:
+    tensors = hf_tensors()
+    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"] + (1 if differs else 0)
+    write_folder(tmp_path, tensors)
+    loaded, kernels = load(tmp_path)
+    check_every_value(loaded, kernels, tensors)
+    assert sum("equal copy" in skip.reason for skip in loaded.report.skipped) == (1 if differs else 2)
+    notes = [note for note in loaded.report.notes if "differs from" in note]
+    assert len(notes) == differs and all(
+        "shared_head.head.weight differs from lm_head.weight" in note for note in notes
+    )
+
+
+# ---- tied embeddings -------------------------------------------------------------------------------------------------
+def tie_case(folder: Path, head: str) -> None:
+    tensors = hf_tensors()
+    embed = tensors["model.embed_tokens.weight"]
+    heads = {
+        "equal": embed.clone(),
+        "empty": torch.empty(0, HIDDEN),
+        "different": embed + 1,
+        "shape": embed[1:].clone(),
+    }
+    del tensors["lm_head.weight"]
+    write_folder(folder, {**tensors, "lm_head.weight": heads[head]} if head in heads else tensors)
+
+
+@pytest.mark.parametrize(
+    ("head", "note", "skipped"),
+    [
+        ("absent", None, None),
+        ("equal", None, "equal copy of model.embed_tokens.weight"),
+        ("empty", "lm_head.weight is empty", "empty head"),
+        ("different", "lm_head.weight differs from model.embed_tokens.weight", None),
+        ("shape", "lm_head.weight differs from the embedding", "head of a tied model"),
+    ],
+)
+def test_tied(tmp_path: Path, head: str, note: str | None, skipped: str | None) -> None:
+    tie_case(tmp_path, head)
+    loaded, _ = load(tmp_path, tiny_spec(tie_embeddings=True))
+    assert loaded.weights.keys() == all_keys() - {"head"}
+    assert [text for text in loaded.report.notes if "head" in text or "embedding" in text] == (
+        [text for text in loaded.report.notes if note in text] if note else []
+    )
+    assert note is None or any(note in text for text in loaded.report.notes)
+    assert (
+        [skip.reason[: len(skipped)] for skip in loaded.report.skipped] == [skipped]
+        if skipped
+        else not loaded.report.skipped
+    )
+
+
+@pytest.mark.parametrize(("head", "says"), [("absent", "is absent"), ("empty", "is empty")])
+def test_untied_without_a_head_suggests_the_tie(tmp_path: Path, head: str, says: str) -> None:
+    tie_case(tmp_path, head)
+    (problem,) = refused(tmp_path).problems
+    assert says in problem and "set tie_word_embeddings to true" in problem
+
+
+def test_untied_uses_the_head_that_is_there(tmp_path: Path) -> None:
+    tie_case(tmp_path, "different")
+    loaded, kernels = load(tmp_path)
+    assert torch.equal(bank(loaded, kernels, "head"), bank(loaded, kernels, "embed") + 1)
+
+
+def test_strict_refuses_a_tied_head_that_differs(tmp_path: Path) -> None:
+    tie_case(tmp_path, "different")
+    with pytest.raises(LoadError, match=r"strict loading refuses:\n  - lm_head.weight differs"):
+        load(tmp_path, tiny_spec(tie_embeddings=True), strict=True)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def sharded(tmp_path: Path) -> tuple[Path, Tensors, dict[str, str]]:
+    tensors = hf_tensors()
+    return tmp_path, tensors, write_folder(tmp_path, tensors, 3)
+
+
+Sharded = tuple[Path, Tensors, dict[str, str]]
+SECOND = "model-00002-of-00003.safetensors"
+
+
+def test_a_missing_shard(sharded: Sharded) -> None:
+    folder, _, _ = sharded
+    (folder / SECOND).unlink()
+    error = refused(folder)
+    assert len(error.problems) == 1 and f"{SECOND} is missing" in str(error) and "2 of 3 shards" in str(error)
+    assert "interrupted download" in str(error)
+
+
+def test_a_missing_shard_without_an_index(sharded: Sharded) -> None:
+    folder, _, _ = sharded
+    (folder / SECOND).unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    error = refused(folder)
+    assert len(error.problems) == 1 and f"{SECOND} is missing" in str(error) and "interrupted download" in str(error)
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_a_truncated_shard(sharded: Sharded, keep: int, index: bool) -> None:
+    folder, _, _ = sharded
+    content = (folder / SECOND).read_bytes()
+    (folder / SECOND).write_bytes(content[:keep])
+    if not index:
+        (folder / "model.safetensors.index.json").unlink()
+    error = refused(folder)
+    assert len(error.problems) == 1 and SECOND in str(error) and "interrupted download" in str(error)
+
+
+def test_a_stray_file_beside_an_index_is_ignored(sharded: Sharded) -> None:
+    folder, tensors, _ = sharded
+    save_file({name: value + 1 for name, value in tensors.items()}, folder / "model.safetensors")
+    loaded, kernels = load(folder)
+    check_every_value(loaded, kernels, tensors)
+    assert any("model.safetensors" in note and "ignored" in note for note in loaded.report.notes)
+    assert "model.safetensors" not in loaded.report.files
+    assert "ignored 1 other" in str(refused(folder, strict=True))
+
+
+def test_the_index_names_a_file_that_lacks_the_tensor(sharded: Sharded) -> None:
+    folder, _, weight_map = sharded
+    write_index(folder, {**weight_map, "lm_head.weight": SECOND})
+    error = refused(folder)
+    (problem,) = error.problems
+    assert problem.startswith(f"{SECOND} lacks 'lm_head.weight'") and "stale index" in problem
+
+
+def test_the_index_decides_between_two_files(sharded: Sharded) -> None:
+    folder, tensors, weight_map = sharded
+    newer = tensors["model.norm.weight"] + 1
+    save_file({"model.norm.weight": newer}, folder / "overlay.safetensors")
+    write_index(folder, {**weight_map, "model.norm.weight": "overlay.safetensors"})
+    loaded, _ = load(folder)
+    np.testing.assert_array_equal(loaded.weights["norm"], newer.numpy())
+    assert any("1 tensor(s) are in two files" in note for note in loaded.report.notes)
+
+
+def test_a_duplicate_without_an_index_is_an_error(sharded: Sharded) -> None:
+    folder, tensors, _ = sharded
+    (folder / "model.safetensors.index.json").unlink()
+    loaded, kernels = load(folder)
+    check_every_value(loaded, kernels, tensors)
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, folder / "extra.safetensors")
+    assert "'model.norm.weight' is in extra.safetensors and model-0000" in str(refused(folder))
+
+
+def test_a_tensor_that_the_index_does_not_list(sharded: Sharded) -> None:
+    folder, _, weight_map = sharded
+    del weight_map["model.norm.weight"]
+    write_index(folder, weight_map)
+    (problem,) = refused(folder).problems
+    assert "'model.norm.weight' is missing from the index, though model-0000" in problem
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "no weight_map"),
+        ('{"weight_map": {}}', "no weight_map"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', "only plain file names"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "only plain file names"),
+        ('{"weight_map": {"a": 3}}', "only plain file names"),
+    ],
+)
+def test_a_bad_index(sharded: Sharded, content: str, says: str) -> None:
+    folder, _, _ = sharded
+    (folder / "model.safetensors.index.json").write_text(content)
+    assert says in str(refused(folder))
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    assert "does not exist" in str(refused(tmp_path / "nowhere"))
+    assert "no .safetensors files: give the folder" in str(refused(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert "pytorch_model.bin is not read" in str(refused(tmp_path))
+    with pytest.raises(LoadError, match="no weights were given"):
+        load_weights(None, tiny_spec(), FakeKernels())  # type: ignore[arg-type]
+
+
+def test_a_single_file_can_be_given(tmp_path: Path) -> None:
+    tensors = hf_tensors()
+    (tmp_path / "weights.safetensors").write_bytes(save(tensors))
+    loaded, kernels = load(tmp_path / "weights.safetensors")
+    check_every_value(loaded, kernels, tensors)
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+def test_all_problems_are_in_one_error(tmp_path: Path) -> None:
+    tensors = hf_tensors()
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        del tensors[name]
+    tensors["model.layers.0.mlp.extra_gate.weight"] = torch.zeros(3)
+    tensors["model.embed_tokens.weight"] = torch.zeros(VOCAB + 14, HIDDEN)
+    tensors["model.norm.weight"] = torch.zeros(HIDDEN, dtype=torch.int8)
+    write_folder(tmp_path, tensors)
+    error = refused(tmp_path)
+    assert len(error.problems) == 2 * EXPERTS * 3 + 3
+    text = str(error)
+    assert f"{len(error.problems)} problems" in text and "and 19 more" in text and "likely cause" in text
+    every = "\n".join(error.problems)
+    assert "'model.layers.0.mlp.extra_gate.weight' belongs to no part of a deepseek_v3 model" in every
+    assert f"shape [{VOCAB + 14}, {HIDDEN}]" in every and f"vocab_size {VOCAB}" in every
+    assert "'model.norm.weight' is stored as I8" in every
+
+
+def test_rotary_frequencies_are_harmless(tmp_path: Path) -> None:
+    tensors = hf_tensors()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    write_folder(tmp_path, tensors)
+    loaded, _ = load(tmp_path)
+    (skip,) = loaded.report.skipped
+    assert skip.tensors == 2 and "rotary" in skip.reason
+
+
+def test_foreign_towers_are_unclaimed(tmp_path: Path) -> None:
+    tensors = {name.replace("model.", "model.language_model.", 1): value for name, value in hf_tensors().items()}
+    write_folder(tmp_path, {**tensors, "model.layers.0.weight": torch.zeros(2)})
+    assert refused(tmp_path).problems == ("'model.layers.0.weight' belongs to no part of a deepseek_v3 model",)
+
+
+def test_grouped_attention_with_biases_and_mixtral_names(tmp_path: Path) -> None:
+    attention = AttentionSpec("gqa", 3, 1, 4, 4, 0.5, tiny_spec().layers[0].attention.rope, q_bias=True, qk_norm=True)
+    moe = dataclasses.replace(tiny_spec().layers[1].ffn, correction_bias=False, shared_intermediate_size=0)
+    layer = dataclasses.replace(tiny_spec().layers[1], attention=attention, ffn=moe)
+    spec = tiny_spec(model_type="mixtral", layers=(layer,), mtp_layers=(), tie_embeddings=True)
+    prefix = "model.layers.0."
+    shapes = {f"{prefix}block_sparse_moe.gate.weight": (EXPERTS, HIDDEN), "model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for name, width in (("q", 12), ("k", 4), ("v", 4)):
+        shapes |= {
+            f"{prefix}self_attn.{name}_proj.weight": (width, HIDDEN),
+            f"{prefix}self_attn.{name}_proj.bias": (width,),
+        }
+    shapes |= {f"{prefix}self_attn.q_norm.weight": (4,), f"{prefix}self_attn.k_norm.weight": (4,)}
+    shapes |= {f"{prefix}self_attn.o_proj.weight": (HIDDEN, 12), "model.norm.weight": (HIDDEN,)}
+    for e in range(EXPERTS):
+        for name, shape in (("w1", (INNER, HIDDEN)), ("w3", (INNER, HIDDEN)), ("w2", (HIDDEN, INNER))):
+            shapes[f"{prefix}block_sparse_moe.experts.{e}.{name}.weight"] = shape
+    shapes |= {f"{prefix}input_layernorm.weight": (HIDDEN,), f"{prefix}post_attention_layernorm.weight": (HIDDEN,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    write_folder(tmp_path, tensors)
+    loaded, kernels = load(tmp_path, spec)
+    experts = f"{prefix}block_sparse_moe.experts.2."
+    gate_up = torch.cat([tensors[f"{experts}w1.weight"], tensors[f"{experts}w3.weight"]])
+    assert torch.equal(bank(loaded, kernels, "layers.0.ffn.gate_up", 2), gate_up)
+    assert torch.equal(bank(loaded, kernels, "layers.0.ffn.down", 2), tensors[f"{experts}w2.weight"])
+    bias = tensors[f"{prefix}self_attn.q_proj.bias"].numpy()
+    np.testing.assert_array_equal(loaded.weights["layers.0.attention.q.bias"], bias)
+
+
+# ---- progress, report, memory ----------------------------------------------------------------------------------------
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    tensors = hf_tensors()
+    write_folder(tmp_path, tensors, 2)
+    seen: list[LoadProgress] = []
+    loaded, _ = load(tmp_path, progress=seen.append)
+    done = [step.bytes_done for step in seen]
+    assert done == sorted(done) and done[-1] == seen[-1].bytes_total == loaded.report.nbytes
+    assert {step.tensor for step in seen} == set(tensors) and seen[-1].eta == 0 and seen[-1].rate > 0
+
+
+def test_the_report_reads_as_lines(tmp_path: Path) -> None:
+    write_folder(tmp_path, hf_tensors(torch.bfloat16))
+    loaded, _ = load(tmp_path, tiny_spec(ignored_fields=("use_cache",)), mtp=False)
+    text = "\n".join(loaded.report.lines())
+    for part in ("GB/s", "BF16 -> bf16: exact", "F32 -> f32: exact", "skipped", "MTP is off", "use_cache"):
+        assert part in text
+
+
+def test_large_tensors_arrive_in_pieces(tmp_path: Path) -> None:
+    vocab = 300_000
+    tensors = hf_tensors(torch.bfloat16)
+    tensors["model.embed_tokens.weight"] = torch.randn(vocab, HIDDEN).bfloat16()
+    tensors["lm_head.weight"] = torch.randn(vocab, HIDDEN).bfloat16()
+    write_folder(tmp_path, tensors)
+    loaded, kernels = load(tmp_path, tiny_spec(vocab_size=vocab))
+    check_every_value(loaded, kernels, tensors)
+    assert max(shape[0] for _, _, shape in kernels.fills) * HIDDEN * 2 <= 4 << 20
+
+
+MEMORY_SCRIPT = """
+import sys, resource
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import numpy as np
+from coterie.model.loader import load_weights
+from coterie.spec.model import *
+
+class Kernels:
+    name = "numpy"
+    def allocate(self, count, rows, cols, kind): return np.zeros((count, rows, cols), np.uint16)
+    def fill(self, bank, index, row, values): bank[index, row:row + len(values)] = values.view(np.uint32) >> 16
+    def vector(self, values): return values
+
+attention = AttentionSpec("gqa", 4, 4, 64, 64, 0.1, RopeSpec(64, 1e4, False))
+spec = ModelSpec("llama", 160_000, 512, (LayerSpec(attention, DenseSpec(16_384)),), 1e-6, 64)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+loaded = load_weights(Path(sys.argv[1]), spec, Kernels())
+print(loaded.report.nbytes, peak() - before)
+"""
+
+
+def test_peak_memory_is_about_the_weights(tmp_path: Path) -> None:
+    """378 MB of bfloat16 weights; a whole embedding in float32 alone would be 328 MB more."""
+    shapes = {
+        "model.embed_tokens.weight": (160_000, 512),
+        "lm_head.weight": (160_000, 512),
+        "model.norm.weight": (512,),
+    }
+    layer = "model.layers.0."
+    shapes |= {f"{layer}self_attn.{name}_proj.weight": (256, 512) for name in "qkv"}
+    shapes |= {f"{layer}self_attn.o_proj.weight": (512, 256), f"{layer}mlp.down_proj.weight": (512, 16_384)}
+    shapes |= {f"{layer}mlp.{name}_proj.weight": (16_384, 512) for name in ("gate", "up")}
+    shapes |= {f"{layer}{name}_layernorm.weight": (512,) for name in ("input", "post_attention")}
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)  # a sparse file of zeros
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    command = [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path), source]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    nbytes, grown = map(int, run.stdout.split())
+    assert nbytes == at
+    assert grown <= 1.3 * nbytes + (64 << 20)
