@@ -250,7 +250,7 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, 
 
 def _mask_groups(choice: Tensor, spec: MoESpec) -> Tensor:
     """Exclude with -inf every expert outside the best `topk_groups` groups (ties: lower group)."""
-    grouped = choice.reshape(len(choice), spec.num_groups, -1)
+    grouped = choice.reshape(len(choice), spec.num_groups, choice.shape[1] // spec.num_groups)
     if spec.group_score == "max":
         score = grouped.max(-1).values
     else:
