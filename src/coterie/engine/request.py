@@ -26,8 +26,8 @@ class Request:
     admission.
 
     The scheduler's own: `order` of arrival, `page_keys` (keys of its first full pages), `num_scheduled_tokens` (of the
-    step in flight), `num_prompt_rows` (prompt positions whose logits were handed out), `last_step` it was served in,
-    `num_overtakes` (later arrivals admitted before it), `num_preemptions`.
+    step in flight), `num_prompt_rows` (prompt positions whose logits were handed out), `last_turn` (rises
+    with each grant of tokens to anyone), `num_overtakes` (later arrivals admitted before it), `num_preemptions`.
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class Request:
     page_keys: list[BlockKey] = field(default_factory=list)
     num_scheduled_tokens: int = 0
     num_prompt_rows: int = 0
-    last_step: int = -1
+    last_turn: int = -1
     num_overtakes: int = 0
     num_preemptions: int = 0
 

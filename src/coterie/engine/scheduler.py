@@ -108,6 +108,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._claims: dict[BlockKey, Request] = {}  # pages not there yet, and the running request that computes them
         self._next_order = 0
+        self._next_turn = 0
 
     @property
     def num_running(self) -> int:
@@ -174,10 +175,12 @@ class Scheduler:
         self._grant_decodes(step, keep=self._prompt_floor())
         self._grant_prompts(step)
         self._grant_decodes(step, keep=0)
+        for request in step.grants:
+            request.last_turn, self._next_turn = self._next_turn, self._next_turn + 1
         entries = []
         for request in sorted(step.grants, key=attrgetter("order")):
             count, start = step.grants[request], request.num_computed_tokens
-            request.num_scheduled_tokens, request.last_step = count, self.counters.steps
+            request.num_scheduled_tokens = count
             samples = request.generates and start + count == request.num_tokens
             entries.append(ScheduledRequest(request, start, count, samples))
         return Schedule(tuple(entries), tuple(step.preempted))
@@ -235,7 +238,7 @@ class Scheduler:
         """One token for each running request that lacks only one; who waited longest first if they are too many."""
         ready = [r for r in self._running if r.num_uncomputed_tokens == 1 and r not in step.grants]
         if len(ready) > step.tokens_left - keep:
-            ready.sort(key=lambda request: (request.last_step, request.order))
+            ready.sort(key=lambda request: (request.last_turn, request.order))
         for request in ready:
             if step.tokens_left <= keep:
                 return
