@@ -137,7 +137,7 @@ class ReferenceKernels:
             rotated = _rotate(x[..., :dim], angles, interleaved=spec.rope.interleaved)
             return torch.cat([rotated, x[..., dim:]], -1)
 
-        return turn(query), turn(key).reshape(len(key), -1)
+        return turn(query), turn(key).flatten(1)
 
     def cache_write(self, cache: Tensor, rows: Tensor, batch: Prepared) -> None:
         cache[batch.slot_mapping] = rows.detach().to(cache.dtype)
