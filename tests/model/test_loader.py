@@ -32,6 +32,7 @@ from tiny_checkpoints import (
 from coterie.model.load_report import LoadProgress
 from coterie.model.loader import LoadedWeights, LoadError, load_weights
 from coterie.model.names import weight_layout
+from coterie.model.safetensors_io import PIECE_BYTES
 from coterie.spec.model import AttentionSpec, Fp8BlockQuant, ModelSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -675,11 +676,11 @@ def test_large_tensors_arrive_in_pieces(tmp_path: Path) -> None:
     write_folder(tmp_path, tensors)
     loaded, kernels = load(tmp_path, tiny_spec(vocab_size=vocab))
     check_every_value(loaded, kernels, tensors)
-    assert max(shape[0] for _, _, shape in kernels.fills) * HIDDEN * 2 <= 4 << 20
+    assert max(shape[0] for _, _, shape in kernels.fills) * HIDDEN * 2 <= PIECE_BYTES
 
 
 MEMORY_SCRIPT = """
-import sys, resource
+import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import numpy as np
@@ -694,13 +695,18 @@ class Kernels:
 
 attention = AttentionSpec("gqa", 4, 4, 64, 64, 0.1, RopeSpec(64, 1e4, False))
 spec = ModelSpec("llama", 160_000, 512, (LayerSpec(attention, DenseSpec(16_384)),), 1e-6, 64)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def peak():  # not ru_maxrss, which a child inherits from its parent
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
 before = peak()
 loaded = load_weights(Path(sys.argv[1]), spec, Kernels())
 print(loaded.report.nbytes, peak() - before)
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_peak_memory_is_about_the_weights(tmp_path: Path) -> None:
     """378 MB of bfloat16 weights; a whole embedding in float32 alone would be 328 MB more."""
     shapes = {
@@ -726,5 +732,5 @@ def test_peak_memory_is_about_the_weights(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path), source]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     nbytes, grown = map(int, run.stdout.split())
-    assert nbytes == at
+    assert nbytes == at and grown > 0.9 * nbytes
     assert grown <= 1.3 * nbytes + (64 << 20)

@@ -82,7 +82,7 @@ def scale_shape(shape: tuple[int, int], block: Fp8BlockQuant) -> tuple[int, int]
 
 def dequantize_rows(codes: NDArray[np.uint8], row: int, scale: BlockScale) -> FloatArray:
     """Rows [row, row + n) of an e4m3 weight, codes [n, cols], times their block scales, in float32."""
-    values = E4M3_VALUES[codes]
+    values = E4M3_VALUES.take(codes)
     count, cols = codes.shape
     at = 0
     while at < count:

@@ -26,7 +26,8 @@ from coterie.spec.errors import CoterieError
 
 MAX_HEADER_BYTES = 100_000_000
 READ_BYTES = 16 << 20
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
+"""Small enough that a piece and its float32 form stay in a core's cache between decoding and packing."""
 GAP_BYTES = 1 << 20
 """Unwanted bytes between two wanted tensors are read through up to this many: cheaper than a second read."""
 
