@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 
 from coterie.spec.errors import CoterieError
@@ -10,7 +9,7 @@ from coterie.spec.errors import CoterieError
 
 def shipped_model_path() -> str:
     """Return the folder of the shipped model. Raises `CoterieError` if this installation has none."""
-    folder = Path(str(files("coterie"))) / "data" / "demo"
+    folder = Path(__file__).resolve().parents[1] / "data" / "demo"
     if not (folder / "config.json").is_file():
         raise CoterieError(
             f"no model was named and this installation ships none (looked for {folder}/config.json); "
