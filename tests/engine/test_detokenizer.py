@@ -161,7 +161,7 @@ def run(text: ChoiceText, steps: list[list[int]], *, by_token: bool = False) -> 
 
 @pytest.mark.parametrize(("text", "stops"), STOPS)
 @pytest.mark.parametrize("step", [1, 2, 5, 100])
-def test_choice_counts_tokens_up_to_the_stop(tokenizer: Tokenizer, text: str, stops: tuple[str, ...], step: int) -> None:
+def test_choice_counts_tokens_to_the_stop(tokenizer: Tokenizer, text: str, stops: tuple[str, ...], step: int) -> None:
     ids = byte_ids(text.encode())
     steps = [ids[i : i + step] for i in range(0, len(ids), step)]
     params = SamplingParams(stop=stops, logprobs=0)

@@ -1,4 +1,4 @@
-"""EngineConfig: what a user may choose about an engine, frozen. Resolution against a model is in `engine/resolve.py`."""
+"""EngineConfig: what a user may choose about an engine, frozen. `engine/resolve.py` resolves it against a model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """From token ids to text that is safe to show: whole characters only, and never the start of a stop string.
 
 `IncrementalDetokenizer` holds back an incomplete character, `StopChecker` a possible start of a stop string, and
-`ChoiceText` joins both into the one pipeline of a choice, with one flush point (`finish`). Streamed and whole answers are
-the same text because there is no other way to make it. No engine and no I/O here.
+`ChoiceText` joins both into the one pipeline of a choice, with one flush point (`finish`). Streamed and whole answers
+are the same text because there is no other way to make it. No engine and no I/O here.
 
 Stop rule: of all occurrences in the text the one that starts first wins; of two that start together the shorter one. It
 depends on the text only, not on how the text was cut into tokens.
@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
 
 
 class _Window:
-    """Text of a tokenizer that only its library can spell: decode a few tokens before and after, show the difference."""
+    """Text of a tokenizer that only its library can spell: decode a few tokens before and after, show what is new."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -137,7 +137,7 @@ class StopChecker:
 
 @dataclass(frozen=True, slots=True)
 class ShownText:
-    """What a step adds to a choice: text, the tokens that are wholly shown with it, and the stop string that ended it."""
+    """What a step adds to a choice: text, the tokens wholly shown with it, and the stop string that ended it."""
 
     text: str
     token_ids: tuple[int, ...]

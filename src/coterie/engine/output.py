@@ -1,4 +1,4 @@
-"""What a caller of the engine sees: text and tokens of each choice, as deltas while they come and as a whole at the end.
+"""What a caller of the engine sees: text and tokens of each choice, as deltas while they come and whole at the end.
 
 Only values; `engine.detokenizer` makes the text, `engine.frontend` assembles these.
 """
@@ -60,7 +60,7 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request: prompt, choices, usage and times. `prompt_logprobs[i]` belongs to prompt token i (first None)."""
+    """A finished request: prompt, choices, usage and times. `prompt_logprobs[i]` is of prompt token i (first None)."""
 
     request_id: str
     prompt: str | None

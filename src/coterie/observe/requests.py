@@ -16,8 +16,8 @@ Reason = Literal["stop", "length", "abort", "error"]
 class RequestSummary:
     """A finished request. Tokens are those of `usage`: the prompt once, completions without tokens past a stop string.
 
-    `reason` of several choices: error before abort before length before stop. `first_token`: seconds from arrival to the
-    first token of any choice, None if none came.
+    `reason` of several choices: error before abort before length before stop. `first_token`: seconds from arrival to
+    the first token of any choice, None if none came.
     """
 
     reason: Reason

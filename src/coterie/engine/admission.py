@@ -1,0 +1,33 @@
+"""Door: what a request must satisfy before the engine hears of it, bound to one engine's limits. No state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coterie.engine.errors import InvalidRequest
+from coterie.engine.messages import SamplingParams
+from coterie.engine.sampling_params import validate, validate_prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """`max_running` and `max_queued` count sequences (choices). `has_text`: there is a tokenizer, so stops can work."""
+
+    vocab_size: int
+    max_model_len: int
+    max_running: int
+    max_queued: int
+    has_text: bool
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that may run or wait together."""
+        return self.max_running + self.max_queued
+
+    def check(self, prompt: list[int], params: SamplingParams, *, want_logits: bool = False) -> SamplingParams:
+        """Return the parameters in normal form, or raise `InvalidRequest` that names the field."""
+        params = validate(params, vocab_size=self.vocab_size, max_model_len=self.max_model_len, scores_only=want_logits)
+        validate_prompt(prompt, params, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        if params.stop and not self.has_text:
+            raise InvalidRequest("stop", "stop strings need a tokenizer and this model has none; use stop_token_ids")
+        return params

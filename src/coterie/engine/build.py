@@ -1,0 +1,139 @@
+"""build_engine: from a model folder and an EngineConfig to an EngineCore, with a report of everything that was chosen.
+
+The one place where spec, kernels, weights, cache, scheduler and sampler meet. Reads files, starts no thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie.cache.block_pool import BlockPool
+from coterie.cache.streams import PagedCache
+from coterie.comm.transport import LocalTransport
+from coterie.engine.config import EngineConfig
+from coterie.engine.core import EngineCore
+from coterie.engine.resolve import Choice, Resolved, available_memory, check_weights_fit, resolve
+from coterie.engine.runner import ModelRunner
+from coterie.engine.sampler import Sampler
+from coterie.engine.scheduler import Scheduler, SchedulerLimits
+from coterie.engine.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
+from coterie.kernels.api import Kernels
+from coterie.kernels.select import select
+from coterie.model.load_report import LoadProgress
+from coterie.model.loader import LoadedWeights, load_weights
+from coterie.model.transformer import Runtime, Transformer
+from coterie.observe.stages import StageTimer
+from coterie.spec.errors import CoterieError
+from coterie.spec.model import ModelSpec
+
+Progress = Callable[[int, int], None]
+"""Told of bytes loaded and bytes in all."""
+
+ModelSource = str | Path | Mapping[str, Any] | ModelSpec
+"""A folder, a parsed config.json, or a spec; the latter two have no weights and no tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model is before its weights are loaded. `folder` None: a config alone."""
+
+    spec: ModelSpec
+    folder: Path | None
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_generated_ids(self) -> int:
+        """Ids from here on only pad the embedding: the tokenizer has no token for them, so they are never chosen."""
+        end = self.spec.vocab_size
+        while self.tokenizer is not None and end > 1 and not self.tokenizer.has_id(end - 1):
+            end -= 1
+        return end
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a front end must know of an engine. `load_lines`: the loader's report."""
+
+    files: ModelFiles
+    config: EngineConfig
+    max_model_len: int
+    report: tuple[Choice, ...]
+    load_lines: tuple[str, ...] = ()
+
+
+def open_model(source: ModelSource, *, strict: bool = False) -> ModelFiles:
+    """Read a model's description and tokenizer. Raises `CoterieError` for a folder that is none."""
+    if isinstance(source, ModelSpec):
+        return ModelFiles(source, None, None, source.eos_token_ids)
+    if isinstance(source, Mapping):
+        spec = ModelSpec.from_hf(source, strict=strict)
+        return ModelFiles(spec, None, None, spec.eos_token_ids)
+    folder = Path(source).expanduser()
+    if not (folder / "config.json").is_file():
+        raise CoterieError(f"{folder} is not a model folder: it has no config.json")
+    spec = ModelSpec.from_hf(folder, strict=strict)
+    tokenizer = load_tokenizer(folder)
+    eos = eos_token_ids(folder, spec.eos_token_ids, tokenizer, spec.vocab_size)
+    return ModelFiles(spec, folder, tokenizer, eos)
+
+
+def build_engine(
+    source: ModelSource | ModelFiles, config: EngineConfig, progress: Progress | None = None
+) -> tuple[EngineCore, EngineInfo]:
+    """Load a model and make its engine. Raises `CoterieError` for whatever cannot be run, with the numbers."""
+    files = source if isinstance(source, ModelFiles) else open_model(source, strict=config.strict)
+    spec = files.spec
+    check_weights_fit(spec, config, available_memory())
+    kernels, chosen = select(config.backend, threads=config.threads, isa=config.isa)
+    loaded = _load(files, config, kernels, progress)
+    resolved = resolve(spec, config, loaded.kind, available_memory())
+    runner = _runner(spec, loaded, resolved, config, kernels)
+    limits = SchedulerLimits(
+        token_budget=config.chunked_prefill_size,
+        max_running=config.max_running_requests,
+        max_queued=config.max_running_requests + config.max_queued_requests,
+        page_size=config.page_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    scheduler = Scheduler(limits, BlockPool(resolved.num_blocks), files.eos_token_ids)
+    sampler = Sampler(files.eos_token_ids, files.num_generated_ids)
+    core = EngineCore(scheduler, runner, sampler, vocab_size=spec.vocab_size, max_model_len=resolved.max_model_len)
+    weights = Choice("weights", loaded.kind, "asked for" if config.dtype != "auto" else "as the files hold them")
+    report = (*(Choice(c.what, c.value, c.reason) for c in chosen), weights, *resolved.report, *_notes(spec))
+    return core, EngineInfo(files, config, resolved.max_model_len, report, tuple(loaded.report.lines()))
+
+
+def _load(files: ModelFiles, config: EngineConfig, kernels: Kernels, progress: Progress | None) -> LoadedWeights:
+    def tell(news: LoadProgress) -> None:
+        if progress is not None:
+            progress(news.bytes_done, news.bytes_total)
+
+    return load_weights(
+        files.folder,
+        files.spec,
+        kernels,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        progress=tell,
+        seed=config.seed,
+        strict=config.strict,
+    )
+
+
+def _runner(
+    spec: ModelSpec, loaded: LoadedWeights, resolved: Resolved, config: EngineConfig, kernels: Kernels
+) -> ModelRunner:
+    runtime = Runtime(kernels, LocalTransport(), StageTimer())
+    model = Transformer(spec, loaded.weights, runtime, resolved.max_model_len)
+    cache = PagedCache(spec, resolved.num_blocks, config.page_size, resolved.cache_kind, kernels)
+    return ModelRunner(model, cache, kernels)
+
+
+def _notes(spec: ModelSpec) -> tuple[Choice, ...]:
+    if not spec.ignored_fields:
+        return ()
+    return (Choice("ignored config fields", ", ".join(spec.ignored_fields), "they cannot alter the mathematics"),)

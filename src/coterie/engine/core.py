@@ -1,0 +1,206 @@
+"""EngineCore: one step after another, from a schedule to outputs. No threads, no text, no clock but the stage timer.
+
+A step: schedule -> make_batch -> runner.run -> sample -> scheduler.update -> outputs. Whatever fails inside a step ends
+the request it belongs to with an error Output, never the engine: if a batch raises, its requests are run again one by
+one, and only those that raise alone are given up.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.engine.batch import logit_owners, make_batch
+from coterie.engine.messages import Add, Output, Stats, TokenLogprob
+from coterie.engine.prompt_rows import PromptRows
+from coterie.engine.request import Request, Schedule, ScheduledRequest
+from coterie.engine.runner import ModelRunner
+from coterie.engine.sampler import Sampler
+from coterie.engine.scheduler import Progress, Scheduler
+from coterie.spec.errors import CoterieError
+
+Owned = list[tuple[ScheduledRequest, NDArray[np.float32]]]
+"""Logits rows by the entry they belong to."""
+
+_log = logging.getLogger(__name__)
+
+
+class SampledToken(NamedTuple):
+    """What a request's last row gave."""
+
+    token_id: int
+    logprobs: list[TokenLogprob] | None
+
+
+class EngineCore:
+    """Owned by one thread. `max_model_len` bounds prompt plus answer; validation was done at the front end's door."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, sampler: Sampler, *, vocab_size: int, max_model_len: int
+    ) -> None:
+        self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self._page_size = scheduler.limits.page_size
+        self._timer = runner.timer
+        self._prompt_rows: dict[str, PromptRows] = {}
+        self._news: list[Output] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work or bool(self._news)
+
+    def add(self, message: Add) -> None:
+        """Queue a sequence. One that cannot run here ends with an error Output of the next step."""
+        params, length = message.params, len(message.prompt_token_ids)
+        longest = self.max_model_len if params.max_tokens is None else length + params.max_tokens
+        request = Request(
+            request_id=message.request_id,
+            prompt_token_ids=tuple(message.prompt_token_ids),
+            params=params,
+            max_total_tokens=max(length, min(longest, self.max_model_len)),
+            arrival_time=message.arrival_time,
+            sample_index=message.sample_index,
+            seed=params.seed or 0,
+            want_logits=message.want_logits,
+        )
+        try:
+            self.scheduler.add(request)
+        except CoterieError as error:
+            self._news.append(Output(message.request_id, [], finish_reason="error", error=str(error)))
+            return
+        if request.needs_prompt_rows:
+            self._prompt_rows[request.request_id] = PromptRows(request, self.vocab_size)
+
+    def abort(self, request_id: str) -> None:
+        """End a sequence; its blocks are free at once. Unknown and finished ids are ignored."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self._end(request, Output(request_id, [], finish_reason="abort"))
+
+    def abort_all(self) -> None:
+        """End every sequence."""
+        for request in self.scheduler.requests():
+            self.abort(request.request_id)
+
+    def step(self) -> list[Output]:
+        """Run one step and return what is new, failures and aborts included."""
+        self._timer.start()
+        if self.scheduler.has_work:
+            schedule = self.scheduler.schedule()
+            rows = self._gather_prompt_rows(self._run(schedule))
+            sampled = self._sample(rows)
+            self._timer.lap("sample")
+            tokens = {request_id: [token.token_id] for request_id, token in sampled.items()}
+            for progress in self.scheduler.update(schedule, tokens):
+                self._report(progress, sampled.get(progress.request.request_id))
+        news, self._news = self._news, []
+        return news
+
+    def stats(self) -> Stats:
+        """Gauges of now, counters since the start."""
+        counters, pool = self.scheduler.counters, self.scheduler.pool
+        return Stats(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            kv_usage=pool.usage,
+            num_free_blocks=pool.num_free,
+            num_preemptions=counters.preemptions,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            steps=counters.steps,
+            stage_seconds=self._timer.seconds(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if blocks, requests or kept rows are not where they should be."""
+        self.scheduler.check_integrity()
+        known = {request.request_id for request in self.scheduler.requests()}
+        assert self._prompt_rows.keys() <= known, "prompt rows outlived their request"
+
+    # The parts of a step
+
+    def _run(self, schedule: Schedule) -> Owned:
+        """Logits of every entry that has any; entries that fail are ended and left out."""
+        try:
+            return self._forward(schedule)
+        except Exception as error:
+            _log.exception("a step of %d requests failed", len(schedule.entries))
+            if len(schedule.entries) == 1:
+                self._fail(schedule.entries[0].request, error)
+                return []
+        rows: Owned = []
+        for entry in schedule.entries:
+            try:
+                rows += self._forward(Schedule((entry,)))
+            except Exception as error:
+                self._fail(entry.request, error)
+        return rows
+
+    def _forward(self, schedule: Schedule) -> Owned:
+        batch = make_batch(schedule, self._page_size)
+        self._timer.lap("other")
+        logits = self.runner.run(batch)
+        return [(entry, logits[rows]) for entry, rows in logit_owners(schedule)]
+
+    def _gather_prompt_rows(self, rows: Owned) -> Owned:
+        """File the rows that requests wanted of their prompts; returns what is left to sample."""
+        left: Owned = []
+        for entry, values in rows:
+            gathered = self._prompt_rows.get(entry.request.request_id)
+            try:
+                if gathered is not None:
+                    gathered.add(entry.logit_positions.start, values)
+            except Exception as error:
+                self._fail(entry.request, error)
+            else:
+                left.append((entry, values))
+        return left
+
+    def _sample(self, rows: Owned) -> dict[str, SampledToken]:
+        """One token for each entry that samples, by request id. A bad row ends its request and no other."""
+        last = [(entry.request, values[-1:]) for entry, values in rows if entry.samples]
+        if not last:
+            return {}
+        requests = [request for request, _ in last]
+        result = self.sampler.sample(np.concatenate([row for _, row in last]), requests)
+        sampled = {}
+        for request, token, logprobs, fault in zip(
+            requests, result.token_ids, result.logprobs, result.errors, strict=True
+        ):
+            if fault is None:
+                sampled[request.request_id] = SampledToken(token, logprobs)
+            else:
+                self._fail(request, CoterieError(fault))
+        return sampled
+
+    # News
+
+    def _report(self, progress: Progress, token: SampledToken | None) -> None:
+        request = progress.request
+        prompt = self._prompt_rows.pop(request.request_id, None)
+        output = Output(
+            request_id=request.request_id,
+            token_ids=list(progress.token_ids),
+            finish_reason=progress.finish_reason,
+            stop_token_id=progress.stop_token_id,
+            logprobs=None if token is None or token.logprobs is None else [token.logprobs],
+            prompt_logprobs=None if prompt is None else prompt.logprobs,
+            num_cached_tokens=request.num_cached_tokens,
+            logits=None if prompt is None else prompt.logits,
+        )
+        self._news.append(output)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        reason = str(error) if isinstance(error, CoterieError) else f"{type(error).__name__}: {error}"
+        self.scheduler.fail(request, reason)
+        self._end(request, Output(request.request_id, [], finish_reason="error", error=f"the step failed: {reason}"))
+
+    def _end(self, request: Request, last: Output) -> None:
+        self._prompt_rows.pop(request.request_id, None)
+        self._news.append(last)

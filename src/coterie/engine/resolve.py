@@ -1,0 +1,184 @@
+"""Resolution of an EngineConfig against a model and a machine: data types, context length, size of the cache.
+
+Every choice comes with its reason. What does not fit is refused with the numbers, before anything is allocated. Bytes
+per token are ModelSpec's. Memory is what may be had now: the least of the system's and the control groups'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from coterie.cache.streams import BYTES_PER_VALUE
+from coterie.engine.config import EngineConfig
+from coterie.kernels.api import WeightKind
+from coterie.spec.errors import CoterieError
+from coterie.spec.model import ModelSpec
+
+DEFAULT_CONTEXT = 32_768
+"""Longest context that is chosen unasked; models that promise more get it by --max-model-len."""
+
+KIND_OF_DTYPE: dict[str, WeightKind] = {"float32": "f32", "bfloat16": "bf16"}
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+class Choice(NamedTuple):
+    """One resolved choice: what, the value, and why."""
+
+    what: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What the engine is built with."""
+
+    cache_kind: WeightKind
+    max_model_len: int
+    num_blocks: int
+    report: tuple[Choice, ...]
+
+
+def available_memory(root: Path = CGROUP_ROOT) -> int:
+    """Bytes that this process may still take: the system's, or less if a control group (v2 or v1) says so."""
+    available = int(psutil.virtual_memory().available)
+    pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+    for limit_name, usage_name in pairs:
+        limit, usage = _read_number(root / limit_name), _read_number(root / usage_name)
+        if limit is not None and usage is not None:
+            available = min(available, max(0, limit - usage))
+    return available
+
+
+def _read_number(path: Path) -> int | None:
+    """A file's number; None for a missing file and for "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def check_weights_fit(spec: ModelSpec, config: EngineConfig, available: int) -> None:
+    """Refuse a model whose weights alone are more than the memory. Raises `CoterieError` with the numbers."""
+    narrow = config.dtype == "bfloat16" or (config.dtype == "auto" and spec.dtype == "bfloat16")
+    needed = spec.weight_bytes(2 if narrow else 4)
+    if needed > available:
+        hint = "" if narrow else " (or dtype bfloat16, which needs half)"
+        raise CoterieError(
+            f"the weights need {gigabytes(needed)}, {gigabytes(available)} of memory can be had; "
+            f"use a smaller model or a larger machine{hint}"
+        )
+
+
+def resolve(spec: ModelSpec, config: EngineConfig, weight_kind: WeightKind, available: int) -> Resolved:
+    """Choose context length and cache. `available`: bytes that may be had once the weights are loaded."""
+    _check_ranges(config)
+    cache_kind = _cache_kind(config, weight_kind)
+    token_bytes = spec.kv_bytes_per_token(BYTES_PER_VALUE[cache_kind.value])
+    budget = int(available * config.mem_fraction_static)
+    fits = budget // max(1, token_bytes) // config.page_size * config.page_size
+    if config.kv_cache_tokens is not None:
+        fits = _asked_capacity(config, token_bytes, available)
+    length = _context(spec, config, fits, token_bytes)
+    capacity = _capacity(config, int(length.value), fits)
+    num_blocks = int(capacity.value) // config.page_size
+    size = Choice("cache memory", gigabytes(num_blocks * config.page_size * token_bytes), f"{token_bytes} B a token")
+    report = (cache_kind.choice("cache dtype"), length, capacity, size)
+    return Resolved(cache_kind.value, int(length.value), num_blocks, report)
+
+
+class _Kind(NamedTuple):
+    value: WeightKind
+    reason: str
+
+    def choice(self, what: str) -> Choice:
+        return Choice(what, self.value, self.reason)
+
+
+def _cache_kind(config: EngineConfig, weight_kind: WeightKind) -> _Kind:
+    if config.kv_cache_dtype == "auto":
+        return _Kind(weight_kind, "as the weights")
+    return _Kind(KIND_OF_DTYPE[config.kv_cache_dtype], "asked for")
+
+
+def _context(spec: ModelSpec, config: EngineConfig, fits: int, token_bytes: int) -> Choice:
+    """The longest prompt plus answer."""
+    asked = config.max_model_len
+    if asked is not None and asked > spec.max_positions:
+        raise CoterieError(
+            f"max_model_len {asked} is beyond the model's {spec.max_positions} positions; ask for at most that"
+        )
+    if fits < pages_for(asked or 1, config.page_size) * config.page_size:
+        raise CoterieError(_too_small(config, asked, fits, token_bytes))
+    if asked is not None:
+        return Choice("max_model_len", str(asked), "asked for")
+    length = min(spec.max_positions, DEFAULT_CONTEXT, fits)
+    reason = "the model's positions"
+    if length < spec.max_positions:
+        limit = "what fits in the cache" if length == fits else "the default bound"
+        reason = f"{limit}; the model allows {spec.max_positions}"
+    return Choice("max_model_len", str(length), reason)
+
+
+def _asked_capacity(config: EngineConfig, token_bytes: int, available: int) -> int:
+    """kv_cache_tokens in whole pages, if memory can hold them."""
+    capacity = pages_for(config.kv_cache_tokens or 1, config.page_size) * config.page_size
+    if capacity * token_bytes > available:
+        raise CoterieError(
+            f"kv_cache_tokens {config.kv_cache_tokens} needs {gigabytes(capacity * token_bytes)} at {token_bytes} B a "
+            f"token, {gigabytes(available)} of memory can be had; ask for at most {available // max(1, token_bytes)}"
+        )
+    return capacity
+
+
+def _too_small(config: EngineConfig, asked: int | None, fits: int, token_bytes: int) -> str:
+    wanted = f"one request of max_model_len {asked}" if asked is not None else f"one page of {config.page_size} tokens"
+    if config.kv_cache_tokens is not None:
+        return (
+            f"kv_cache_tokens {config.kv_cache_tokens} cannot hold {wanted}; raise it, or lower max_model_len to {fits}"
+        )
+    needed = (asked or config.page_size) * token_bytes
+    return (
+        f"the cache cannot hold {wanted}: that needs {gigabytes(needed)} at {token_bytes} B a token, and "
+        f"{config.mem_fraction_static:g} of free memory holds {fits} tokens; lower max_model_len to at most {fits}, "
+        "raise mem_fraction_static, or use kv_cache_dtype bfloat16"
+    )
+
+
+def _capacity(config: EngineConfig, length: int, fits: int) -> Choice:
+    """Tokens of cache, a whole number of pages; always enough for one request of `length`."""
+    page = config.page_size
+    if config.kv_cache_tokens is not None:
+        return Choice("kv_cache_tokens", str(fits), "asked for")
+    most = config.max_running_requests * pages_for(length, page) * page
+    if most <= fits:
+        reason = f"{config.max_running_requests} running requests of {length} tokens"
+        return Choice("kv_cache_tokens", str(most), reason)
+    return Choice("kv_cache_tokens", str(fits), f"{config.mem_fraction_static:g} of the free memory")
+
+
+def _check_ranges(config: EngineConfig) -> None:
+    names = ("max_model_len", "max_running_requests", "chunked_prefill_size", "page_size", "kv_cache_tokens", "threads")
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise CoterieError(f"{name} must be at least 1, not {value}")
+    if config.max_queued_requests < 0:
+        raise CoterieError(f"max_queued_requests must not be negative, not {config.max_queued_requests}")
+    if not 0 < config.mem_fraction_static <= 1:
+        raise CoterieError(f"mem_fraction_static must be above 0 and at most 1, not {config.mem_fraction_static}")
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // page_size)
+
+
+def gigabytes(num_bytes: int) -> str:
+    """A size for people."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10_000_000 else f"{num_bytes / 1e6:.2f} MB"
