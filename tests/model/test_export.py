@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_checkpoints import FakeKernels, hf_tensors, tiny_spec, write_folder
 
 from coterie.model.dummy import dummy_weights
-from coterie.model.export import export_weights
+from coterie.model.export import ExportOptions, export_weights
 from coterie.model.loader import load_weights
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
@@ -21,7 +21,7 @@ def round_trip(folder: Path, tensors: dict[str, torch.Tensor], dtype: str, spec:
     write_folder(folder / "in", tensors)
     kernels, spec = FakeKernels(), spec or tiny_spec()
     loaded = load_weights(folder / "in", spec, kernels)  # type: ignore[arg-type]
-    export_weights(loaded.weights, spec, kernels, folder / "out", dtype=dtype)  # type: ignore[arg-type]
+    export_weights(loaded.weights, spec, kernels, folder / "out", ExportOptions(dtype=dtype))  # type: ignore[arg-type]
     return folder / "out"
 
 
@@ -67,7 +67,7 @@ def test_without_mtp_and_tied(tmp_path: Path) -> None:
 def test_shards_have_an_index_that_the_loader_follows(tmp_path: Path) -> None:
     kernels, spec = FakeKernels(), tiny_spec()
     made = dummy_weights(spec, kernels, dtype="float32").weights  # type: ignore[arg-type]
-    report = export_weights(made, spec, kernels, tmp_path, dtype="float32", max_shard_bytes=16_000)  # type: ignore[arg-type]
+    report = export_weights(made, spec, kernels, tmp_path, ExportOptions(dtype="float32", max_shard_bytes=16_000))  # type: ignore[arg-type]
     assert len(report.files) > 2 and sum((tmp_path / file).stat().st_size for file in report.files) == report.nbytes
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(report.files) and len(index["weight_map"]) == report.tensors
@@ -89,8 +89,8 @@ def test_an_occupied_folder_is_refused_unless_asked(tmp_path: Path) -> None:
     write_folder(tmp_path, hf_tensors(), 3)
     made = dummy_weights(spec, kernels).weights  # type: ignore[arg-type]
     with pytest.raises(CoterieError, match="already holds model-0000"):
-        export_weights(made, spec, kernels, tmp_path, dtype="float32")  # type: ignore[arg-type]
-    export_weights(made, spec, kernels, tmp_path, dtype="float32", overwrite=True)  # type: ignore[arg-type]
+        export_weights(made, spec, kernels, tmp_path, ExportOptions(dtype="float32"))  # type: ignore[arg-type]
+    export_weights(made, spec, kernels, tmp_path, ExportOptions(dtype="float32", overwrite=True))  # type: ignore[arg-type]
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -100,5 +100,5 @@ def test_incomplete_weights_are_refused_before_anything_is_removed(tmp_path: Pat
     made = dummy_weights(spec, kernels).weights  # type: ignore[arg-type]
     del made["layers.1.ffn.down"]
     with pytest.raises(CoterieError, match=r"first 'layers\.1\.ffn\.down'"):
-        export_weights(made, spec, kernels, tmp_path, dtype="float32", overwrite=True)  # type: ignore[arg-type]
+        export_weights(made, spec, kernels, tmp_path, ExportOptions(dtype="float32", overwrite=True))  # type: ignore[arg-type]
     assert (tmp_path / "model.safetensors").exists()

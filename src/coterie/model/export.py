@@ -25,6 +25,15 @@ from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """`dtype` of matrices; a new file begins at `max_shard_bytes`; `overwrite` removes old safetensors files."""
+
+    dtype: Literal["float32", "bfloat16"]
+    max_shard_bytes: int = 5_000_000_000
+    overwrite: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ExportReport:
     """Files written, tensors in them, bytes on disk."""
@@ -39,26 +48,23 @@ def export_weights(
     spec: ModelSpec,
     kernels: Kernels,
     folder: Path,
-    *,
-    dtype: Literal["float32", "bfloat16"],
-    max_shard_bytes: int = 5_000_000_000,
-    overwrite: bool = False,
+    options: ExportOptions,
 ) -> ExportReport:
-    """Write `model.safetensors`, or shards and an index if it would be over `max_shard_bytes`; MTP blocks if present.
+    """Write `model.safetensors`, or shards and an index if it would be over the limit; MTP blocks if present.
 
-    A folder that already holds safetensors files is refused unless `overwrite`, which removes them: a left-over index
-    would decide what is loaded later.
+    Raises `CoterieError` for incomplete weights, and for a folder that already holds safetensors files: a left-over
+    index would decide what is loaded later.
     """
     folder.mkdir(parents=True, exist_ok=True)
     old = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    if old and not overwrite:
+    if old and not options.overwrite:
         raise CoterieError(f"{folder} already holds {old[0].name}: choose an empty folder or ask to overwrite")
     layout = weight_layout(spec, mtp=any(key.startswith("mtp.") for key in weights))
     absent = [key for key in (*layout.banks, *layout.vectors) if key not in weights]
     if absent:
         raise CoterieError(f"cannot export: {len(absent)} weights are absent, first {absent[0]!r}")
-    gather = _Gather(weights, layout, kernels, dtype)
-    shards = _shards([gather.tensor(name, entry) for name, entry in layout.tensors.items()], max_shard_bytes)
+    gather = _Gather(weights, layout, kernels, options.dtype)
+    shards = _shards([gather.tensor(name, entry) for name, entry in layout.tensors.items()], options.max_shard_bytes)
     for file in old:
         file.unlink()
     names = [SINGLE_NAME]
