@@ -84,7 +84,8 @@ def serve(**values: Any) -> None:
 
     def launch(observer: RequestObserver) -> AsyncEngine:
         with LoadProgress(error_console()) as progress:
-            engine = AsyncEngine.launch(folder, config, server.served_model_name, progress=progress, observer=observer)
+            engine = AsyncEngine.launch(folder, config, server.served_model_name, progress)
+        engine.observer = observer
         launched.append(engine)
         return engine
 
