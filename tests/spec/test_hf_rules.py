@@ -36,6 +36,12 @@ def moe(values: dict[str, Any]) -> MoESpec:
     return ffn
 
 
+SHAPES = """
+hidden_size num_hidden_layers num_attention_heads vocab_size intermediate_size num_key_value_heads num_experts
+moe_intermediate_size max_position_embeddings
+""".split()  # noqa: SIM905
+
+
 @pytest.mark.parametrize("entry", [e for e in MATRIX if e["id"] in ENTRIES], ids=lambda e: e["id"])
 def test_parity_entries(entry: dict[str, Any]) -> None:
     spec = ModelSpec.from_hf({"model_type": entry["family"], **entry["config"]}, strict=True)
@@ -103,20 +109,7 @@ def test_model_type() -> None:
     refused({"model_type": "deepseek_v32"}, "indexer")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "intermediate_size",
-        "num_key_value_heads",
-        "num_experts",
-        "moe_intermediate_size",
-        "max_position_embeddings",
-    ],
-)
+@pytest.mark.parametrize("name", SHAPES)
 def test_missing_key_without_default_is_named(name: str) -> None:
     refused(config("qwen3-235b-a22b", **{name: ..., "mlp_only_layers": [0]}), name, "missing")
 
