@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie import __version__
+from coterie.engine.errors import InvalidRequest
 from coterie.engine.output import ChoiceDelta
 from coterie.server.answers import (
     ChatChunk,
@@ -32,7 +33,15 @@ from coterie.server.answers import (
 )
 from coterie.server.chat import ChatCall, prepare_chat
 from coterie.server.completions import CompletionCall, prepare_completions
-from coterie.server.errors import ApiError, ClientGone, Fault, as_api_error, error_response, internal_error
+from coterie.server.errors import (
+    ApiError,
+    ClientGone,
+    Fault,
+    as_api_error,
+    bad_request,
+    error_response,
+    internal_error,
+)
 from coterie.server.generation import Event, Generation
 from coterie.server.limits import KeyCheck, read_body
 from coterie.server.metrics import CONTENT_TYPE, CountAnswers
@@ -209,8 +218,9 @@ def _completion_endpoint(
         decoded = decoder.decode(await read_body(request, state.body_limits))
         model.check_name(decoded.model)
         call = await prepare(state, model, decoded)
-        generation = state.begin(model, call.jobs, request)
+        generation = state.begin(model, call.jobs)
         try:
+            _start(generation, call, request)
             if decoded.stream:
                 first = await _first_news(generation, state.config.sse_ping_seconds)
                 return EventStream(generation, call.writer(), first, state.config.sse_ping_seconds)
@@ -223,6 +233,14 @@ def _completion_endpoint(
         return answer
 
     return _guarded(handler)
+
+
+def _start(generation: Generation, call: Call, request: Request) -> None:
+    """Start a call; what the engine refuses at its door is told in the client's field names."""
+    try:
+        generation.start(request.receive)
+    except InvalidRequest as error:
+        raise bad_request(str(error), param=call.names.get(error.param, error.param)) from error
 
 
 async def _first_news(generation: Generation, patience: float) -> list[Event]:

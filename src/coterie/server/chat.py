@@ -27,7 +27,14 @@ from coterie.server.generation import Event, PromptJob
 from coterie.server.logprobs import chat_logprobs
 from coterie.server.prompts import ChatFields, chat_prompt, encode_messages
 from coterie.server.protocol import ChatRequest, ResponseFormat
-from coterie.server.sampling import Wanted, check_fan_out, sampling_params, truncated
+from coterie.server.sampling import (
+    Wanted,
+    asked_length,
+    check_fan_out,
+    renamed_length,
+    sampling_params,
+    truncated,
+)
 from coterie.server.state import ServedModel, ServerState
 from coterie.server.streaming import Envelope, StreamWriter, Tally, usage_wanted
 
@@ -37,9 +44,15 @@ class ChatCall:
     """A chat that is ready to run. `num_top` None: no log-probabilities were asked for."""
 
     model: ServedModel
+    request: ChatRequest
     envelope: Envelope
     job: PromptJob
     num_top: int | None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The client's names of the engine's fields, where they differ."""
+        return {"prompt": "messages", "logprobs": "top_logprobs"} | renamed_length(self.request)
 
     @property
     def jobs(self) -> list[PromptJob]:
@@ -64,12 +77,12 @@ async def prepare_chat(state: ServerState, model: ServedModel, request: ChatRequ
     check_fan_out(1, request, state.config.max_choices)
     fields = ChatFields(request.add_generation_prompt, request.reasoning_effort, request.chat_template_kwargs)
     token_ids = await encode_messages(model, chat_prompt(request.messages, fields, state.config.max_messages))
-    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    max_tokens = asked_length(request)
     token_ids = truncated(token_ids, request.truncate_prompt_tokens, model.engine.max_model_len - (max_tokens or 1))
     params = sampling_params(request, Wanted(max_tokens, num_top))
     include, continuous = usage_wanted(request)
     envelope = model.envelope("chatcmpl", include_usage=include, continuous_usage=continuous)
-    return ChatCall(model, envelope, PromptJob(envelope.id, token_ids, params), num_top)
+    return ChatCall(model, request, envelope, PromptJob(envelope.id, token_ids, params), num_top)
 
 
 def refuse_unsupported(request: ChatRequest) -> None:

@@ -18,7 +18,14 @@ from coterie.server.generation import Event, PromptJob
 from coterie.server.logprobs import CompletionLogprobsWriter
 from coterie.server.prompts import EncodedPrompt, echo_text, encode_prompts
 from coterie.server.protocol import CompletionRequest
-from coterie.server.sampling import Wanted, check_fan_out, sampling_params, truncated
+from coterie.server.sampling import (
+    Wanted,
+    asked_length,
+    check_fan_out,
+    renamed_length,
+    sampling_params,
+    truncated,
+)
 from coterie.server.state import ServedModel, ServerState
 from coterie.server.streaming import Envelope, StreamWriter, Tally, usage_wanted
 
@@ -27,13 +34,27 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """Completions that are ready to run. `num_top` None: no log-probabilities were asked for."""
+    """Completions that are ready to run."""
 
     model: ServedModel
+    request: CompletionRequest
     envelope: Envelope
     jobs: list[PromptJob]
-    num_top: int | None
-    echo: bool
+
+    @property
+    def num_top(self) -> int | None:
+        """Alternatives a token; None if no log-probabilities were asked for."""
+        return self.request.logprobs
+
+    @property
+    def echo(self) -> bool:
+        """Whether choices begin with the prompt."""
+        return bool(self.request.echo)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The client's names of the engine's fields, where they differ."""
+        return {"prompt_logprobs": "logprobs"} | renamed_length(self.request)
 
     def writer(self) -> StreamWriter:
         """For the streamed form."""
@@ -57,14 +78,16 @@ async def prepare_completions(state: ServerState, model: ServedModel, request: C
     include, continuous = usage_wanted(request)
     envelope = model.envelope("cmpl", include_usage=include, continuous_usage=continuous)
     jobs = [_job(model, request, prompt, f"{envelope.id}-{i}") for i, prompt in enumerate(prompts)]
-    return CompletionCall(model, envelope, jobs, request.logprobs, bool(request.echo))
+    return CompletionCall(model, request, envelope, jobs)
 
 
 def _job(model: ServedModel, request: CompletionRequest, prompt: EncodedPrompt, request_id: str) -> PromptJob:
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    asked = asked_length(request)
     limit = model.engine.max_model_len
     token_ids = truncated(prompt.token_ids, request.truncate_prompt_tokens, limit - (asked or 1))
-    max_tokens = min(DEFAULT_MAX_TOKENS, max(1, limit - len(token_ids))) if asked is None else asked
+    max_tokens = asked
+    if asked is None and len(token_ids) + DEFAULT_MAX_TOKENS <= limit:
+        max_tokens = DEFAULT_MAX_TOKENS  # else None: the room left
     # With max_tokens 0 only the prompt is scored; asking for its log-probabilities tells the engine so.
     scored = request.logprobs if request.echo and request.logprobs is not None else 0 if max_tokens == 0 else None
     params = sampling_params(request, Wanted(max_tokens, request.logprobs, scored))

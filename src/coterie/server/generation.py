@@ -8,11 +8,10 @@ nothing else does; what has finished is never aborted. Not here: JSON, text, usa
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from starlette.types import Receive
 
@@ -21,9 +20,7 @@ from coterie.engine.output import ChoiceDelta, PromptInfo
 from coterie.server.errors import ApiError, ClientGone, as_api_error, internal_error, unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
-    from coterie.engine.frontend import AsyncEngine
+    from coterie.engine.frontend import AsyncEngine, RequestStream
 
 logger = logging.getLogger("coterie.server")
 
@@ -64,12 +61,15 @@ class Generation:
         self._on_close = on_close
         self._queue: asyncio.Queue[Event | _Ended] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._streams: list[RequestStream] = []
         self._running = len(self.jobs)
         self._failure: Exception | None = None
 
     def start(self, receive: Receive) -> None:
-        """Hand every job to the engine and begin to watch the connection."""
-        self._tasks = [asyncio.create_task(self._pump(i, job)) for i, job in enumerate(self.jobs)]
+        """Hand every job to the engine and begin to watch the connection. Raises what the engine says at its door."""
+        for job in self.jobs:
+            self._streams.append(self._engine.stream(job.token_ids, job.params, request_id=job.request_id))
+        self._tasks = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(self._streams)]
         self._tasks.append(asyncio.create_task(self._watch(receive)))
 
     async def next_events(self, timeout: float | None = None) -> list[Event] | None:
@@ -106,29 +106,30 @@ class Generation:
 
     async def close(self) -> None:
         """Abort what still runs and let go of the connection. Idempotent."""
+        if self._on_close is not None:
+            self._on_close(self)
+        # A closed stream aborts what has not finished; one that has is left alone by the engine.
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            await stream.aclose()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._on_close is not None:
-            self._on_close(self)
 
-    async def _pump(self, index: int, job: PromptJob) -> None:
-        """Read one prompt's stream to its end; leaving early closes the stream, which aborts the prompt."""
+    async def _pump(self, index: int, stream: RequestStream) -> None:
+        """Read one prompt's news to their end."""
         error: Exception | None = None
-        stream = self._engine.stream(job.token_ids, job.params, request_id=job.request_id)
         try:
-            # Closing the iterator is what aborts, so it is closed here and not left to the garbage collector.
-            async with contextlib.aclosing(cast("AsyncGenerator[PromptInfo | ChoiceDelta, None]", stream)) as news:
-                async for value in news:
-                    if isinstance(value, ChoiceDelta) and (failure := _failure(value)):
-                        error = failure
-                        break
-                    self._queue.put_nowait(Event(index, value))
+            async for value in stream:
+                if isinstance(value, ChoiceDelta) and (failure := _failure(value)):
+                    error = failure
+                    break
+                self._queue.put_nowait(Event(index, value))
         except Exception as raised:
             error = as_api_error(raised)
             if error is None:
-                logger.exception("request %s failed", job.request_id)
+                logger.exception("request %s failed", self.jobs[index].request_id)
                 error = internal_error()
         self._queue.put_nowait(_Ended(error))
 

@@ -48,12 +48,16 @@ class StreamOptions(Struct, frozen=True):
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True):
-    """What both completion endpoints take. null means the default. OpenAI's names, then vLLM's for the rest."""
+    """What both completion endpoints take. null means the default. OpenAI's names, then vLLM's for the rest.
+
+    `max_completion_tokens` wins over `max_tokens`. truncate_prompt_tokens keeps the prompt's last tokens.
+    """
 
     model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -102,10 +106,9 @@ class ResponseFormat(Struct, frozen=True):
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
-    """Body of POST /v1/chat/completions. `max_completion_tokens` wins over `max_tokens`; without either, room left."""
+    """Body of POST /v1/chat/completions. Without a length the answer may fill the context."""
 
     messages: Messages
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
@@ -117,13 +120,12 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """Body of POST /v1/completions. `prompt`: a string, strings, token ids, or lists of token ids."""
+    """Body of POST /v1/completions. `prompt`: a string, strings, token ids, or lists of ids. 16 tokens by default."""
 
     prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1, max_length=1_048_576)]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Annotated[int, Meta(ge=0, le=4096)] | None = None
-    max_completion_tokens: Count | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
 

@@ -56,6 +56,16 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
+def asked_length(request: SamplingFields) -> int | None:
+    """How many tokens were asked for: `max_completion_tokens` wins over `max_tokens`."""
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+
+
+def renamed_length(request: SamplingFields) -> dict[str, str]:
+    """What the client calls the engine's max_tokens, if something else."""
+    return {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+
+
 def check_fan_out(num_prompts: int, request: SamplingFields, max_choices: int) -> None:
     """Refuse a request that would become too many sequences."""
     n = request.n or 1

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from starlette.requests import Request
-
 from coterie import __version__
 from coterie.server.config import ServerConfig
 from coterie.server.errors import ApiError, Fault, unavailable
@@ -91,6 +89,7 @@ class ServerState:
         mark = hashlib.sha256(f"{__version__} {engine.model_name} {engine.config}".encode()).hexdigest()[:10]
         self._model = ServedModel(engine, name, template, int(time.time()), f"fp_{mark}")
         self.metrics.serve(name, engine.stats)
+        engine.observer = self.metrics
         if self.phase == "loading":
             self.phase = "ready"
 
@@ -102,11 +101,10 @@ class ServerState:
             raise unavailable("the model is still loading", retry_after=5, code="loading")
         return self._model
 
-    def begin(self, model: ServedModel, jobs: Sequence[PromptJob], request: Request) -> Generation:
-        """Start jobs for a request; its `close` must follow."""
+    def begin(self, model: ServedModel, jobs: Sequence[PromptJob]) -> Generation:
+        """A generation for a request, not started; its `close` must follow."""
         generation = Generation(model.engine, jobs, self._running.discard)
         self._running.add(generation)
-        generation.start(request.receive)
         return generation
 
     @property

@@ -129,7 +129,6 @@ class EventStream(Response):
     def __init__(self, generation: Generation, writer: StreamWriter, first: list[Event], ping_seconds: float) -> None:
         self.status_code = 200
         self.background = None
-        self.body = b""
         self._generation = generation
         self._writer = writer
         self._first = first

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -51,7 +51,7 @@ class _Refused(TemplateError):
 class _GenerationTag(Extension):
     """`{% generation %}` marks assistant text for training; here it is transparent."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
