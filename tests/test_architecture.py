@@ -27,7 +27,8 @@ ARRAY_METHODS = frozenset(
     """
     sum mean max min prod argmax argmin argsort sort cumsum exp log sqrt rsqrt pow softmax sigmoid silu relu copy astype
     to clone contiguous matmul dot mm bmm einsum topk gather scatter scatter_add index_select index_add where
-    masked_fill transpose permute view expand repeat squeeze unsqueeze flatten float half bfloat16 double clip clamp norm
+    masked_fill transpose permute view expand repeat squeeze unsqueeze flatten float half bfloat16 double clip clamp
+    norm
     """.split()  # noqa: SIM905
 )
 LONGEST_FUNCTION, LONGEST_FILE = 60, 500
