@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import ISAS, KINDS, make_bank, normal

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
+import torch
 from kernel_cases import ISAS, KINDS, PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, normal, to_bf16
 
 from coterie.kernels.api import WeightKind
@@ -41,7 +39,9 @@ def assert_close(got: Any, expected: Any, *, tolerance: float = 2e-5) -> None:
     expected = expected.detach().numpy()
     assert got.dtype == np.float32
     assert got.shape == expected.shape
-    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max(initial=0)))
+    np.testing.assert_allclose(
+        got, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max(initial=0))
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,9 +130,7 @@ def test_mla_inputs(native: NativeKernels, oracle: ReferenceKernels, kind: Weigh
 
 @pytest.mark.parametrize("with_norms", [True, False])
 @pytest.mark.parametrize("spec", [gqa_spec(), gqa_spec(rope=8), gqa_spec(1, 1, 64, 64, 64)])
-def test_gqa_inputs(
-    native: NativeKernels, oracle: ReferenceKernels, spec: AttentionSpec, *, with_norms: bool
-) -> None:
+def test_gqa_inputs(native: NativeKernels, oracle: ReferenceKernels, spec: AttentionSpec, *, with_norms: bool) -> None:
     norms = (normal(10, spec.qk_head_dim), normal(11, spec.qk_head_dim)) if with_norms else None
     table = native.rope_table(spec.rope, 300)
     for count in ROWS:
@@ -209,11 +207,10 @@ def test_zero_rows_everywhere(native: NativeKernels) -> None:
     empty = ForwardBatch.packed(np.zeros(0, np.int32), np.zeros(0, np.int32))
     batch = native.prepare(empty)
     spec = mla_spec()
-    query, rows = np.zeros((0, spec.num_heads, spec.latent_width), np.float32), np.zeros((0, spec.latent_width), np.float32)
+    query, rows = normal(0, 0, spec.num_heads, spec.latent_width), normal(0, 0, spec.latent_width)
     assert native.attend(query, rows, None, batch, spec).shape == (0, spec.num_heads, spec.kv_lora_rank)
     assert native.sort_by_expert(np.zeros((0, 4), np.int32), 9).counts.tolist() == [0] * 9
     bank, down = native.allocate(3, 10, 8, "f32"), native.allocate(3, 8, 5, "f32")
     assert native.experts(np.zeros((0, 8), np.float32), np.zeros(3, np.int64), bank, down).shape == (0, 8)
-    weights = np.zeros((0, 2), np.float32)
-    out = native.combine(np.zeros((0, 8), np.float32), np.zeros((0, 2), np.int64), weights, np.zeros((0, 8), np.float32))
+    out = native.combine(normal(0, 0, 8), np.zeros((0, 2), np.int64), normal(0, 0, 2), normal(0, 0, 8))
     assert out.shape == (0, 8)
