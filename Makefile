@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
-SOURCES := $(shell find src -type f -not -path '*/__pycache__/*') CMakeLists.txt pyproject.toml README.md LICENSE
+SOURCES := $(shell find src -type f -not -path '*/__pycache__/*') CMakeLists.txt pyproject.toml
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: serve test test-fast test-slow lint wheel clean
@@ -25,7 +25,7 @@ serve: $(STAMPS)/core
 test: test-fast test-slow
 
 # Exit code 5 of pytest means that no test carries the mark, which is no failure.
-test-fast: $(STAMPS)/dev
+test-fast: $(STAMPS)/core $(STAMPS)/dev
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-slow: test-fast
@@ -57,6 +57,8 @@ $(STAMPS)/core: $(STAMPS)/wheel
 	$(INSTALL) dist/coterie-*.whl
 	@touch $@
 
-$(STAMPS)/dev: $(STAMPS)/core
+# What tests and linters need changes with pyproject.toml only.
+$(STAMPS)/dev: pyproject.toml
+	@$(MAKE) --no-print-directory $(STAMPS)/core
 	$(INSTALL) "$$(ls dist/coterie-*.whl)[dev]"
 	@touch $@
