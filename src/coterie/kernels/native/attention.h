@@ -1,9 +1,9 @@
 // Causal attention of a few query rows against one key head. Included by kernels.cpp inside the level's namespace.
 //
 // Keys are taken in tiles at fixed absolute positions (multiples of kTile) and folded in ascending order into a running
-// maximum, sum and output per (row, head). A (row, head) sees the same arithmetic whichever rows, heads, pages or chunks
-// share the call: a score is kLanes chains over the key's channels and a fixed tree, the value sum is one chain per
-// channel over positions.
+// maximum, sum and output per (row, head). A (row, head) sees the same arithmetic whichever rows, heads, pages or
+// chunks share the call: a score is kLanes chains over the key's channels and a fixed tree, the value sum is one chain
+// per channel over positions.
 
 constexpr int kTile = 64;
 
@@ -14,7 +14,8 @@ struct Tile {
 };
 
 template <class T>
-static void find_tile(const AttentionArgs& args, const AttentionTask& task, std::int64_t first, int count, Tile<T>* tile) {
+static void find_tile(const AttentionArgs& args, const AttentionTask& task, std::int64_t first, int count,
+                      Tile<T>* tile) {
   const std::int64_t group = task.head / (args.heads / args.groups);
   const T* keys = static_cast<const T*>(args.keys) + group * args.key_dim;
   const T* values = static_cast<const T*>(args.values) + group * args.value_dim;
@@ -31,8 +32,8 @@ static void find_tile(const AttentionArgs& args, const AttentionTask& task, std:
 
 // scores[h][j] of R heads x C keys.
 template <class T, int R, int C>
-COTERIE_INLINE void score_block(
-    const float* query, std::int64_t dim, const T* const* keys, float scale, float (*scores)[kTile], int j) {
+COTERIE_INLINE void score_block(const float* query, std::int64_t dim, const T* const* keys, float scale,
+                                float (*scores)[kTile], int j) {
   Vec acc[R][C] = {};
   std::int64_t d = 0;
   for (; d + kLanes <= dim; d += kLanes) {
@@ -57,8 +58,8 @@ COTERIE_INLINE void score_block(
 }
 
 template <class T, int R>
-COTERIE_INLINE void score_tile(
-    const float* query, std::int64_t dim, const T* const* keys, int count, float scale, float (*scores)[kTile]) {
+COTERIE_INLINE void score_tile(const float* query, std::int64_t dim, const T* const* keys, int count, float scale,
+                               float (*scores)[kTile]) {
   int j = 0;
   for (; j + kKeyBlock <= count; j += kKeyBlock) score_block<T, R, kKeyBlock>(query, dim, keys, scale, scores, j);
   for (; j < count; ++j) score_block<T, R, 1>(query, dim, keys, scale, scores, j);

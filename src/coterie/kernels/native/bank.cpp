@@ -1,5 +1,5 @@
-// Storage and packing of banks. Memory comes zeroed from the system and is touched only when filled; large banks ask for
-// huge pages.
+// Storage and packing of banks. Memory comes zeroed from the system and is touched only when filled; large banks ask
+// for huge pages.
 #include "bank.h"
 
 #include <sys/mman.h>
@@ -22,9 +22,13 @@ std::size_t matrix_stride(std::int64_t rows, std::int64_t cols, Kind kind) {
 template <class T>
 T narrow(float value);
 template <>
-float narrow<float>(float value) { return value; }
+float narrow<float>(float value) {
+  return value;
+}
 template <>
-std::uint16_t narrow<std::uint16_t>(float value) { return to_bf16(value); }
+std::uint16_t narrow<std::uint16_t>(float value) {
+  return to_bf16(value);
+}
 
 // Transposes `n` rows of `values` into lanes [lane, lane + n) of a panel, a few columns at a time to stay in cache.
 template <class T>
@@ -51,7 +55,9 @@ Bank::Bank(std::int64_t count, std::int64_t rows, std::int64_t cols, Kind kind)
   data_ = static_cast<char*>(memory);
 }
 
-Bank::~Bank() { munmap(data_, mapped_); }
+Bank::~Bank() {
+  munmap(data_, mapped_);
+}
 
 void Bank::pack_panel(std::int64_t index, std::int64_t panel, std::int64_t row, std::int64_t n, const float* values) {
   const std::int64_t begin = std::max(row, panel * kPanel);

@@ -1,29 +1,21 @@
 // Bank: `count` matrices [rows, cols] packed in column panels, the layout every product of this backend reads.
 //
-// A panel holds kPanel consecutive outputs (rows of W) as [cols][kPanel], so that y = x W^T vectorises over outputs with
-// k in order. Rows past the end of the last panel are zero. The layout does not depend on the ISA level. Elements are f32,
-// or bf16 rounded to nearest even. Not here: arithmetic (kernels.cpp), threads (ops.cpp).
+// A panel holds kPanel consecutive outputs (rows of W) as [cols][kPanel], so that y = x W^T vectorises over outputs
+// with k in order. Rows past the end of the last panel are zero. The layout does not depend on the ISA level. Elements
+// are f32, or bf16 rounded to nearest even. Not here: arithmetic (kernels.cpp), threads (ops.cpp).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
+#include "matrix.h"
+
 namespace coterie {
 
-inline constexpr int kPanel = 32;
-
-enum class Kind : int { f32, bf16 };
-
-inline std::size_t element_bytes(Kind kind) { return kind == Kind::f32 ? 4 : 2; }
-
-// One packed matrix of a bank.
-struct Matrix {
-  const void* data;
-  std::int64_t rows;
-  std::int64_t cols;
-  Kind kind;
-};
+inline std::size_t element_bytes(Kind kind) {
+  return kind == Kind::f32 ? 4 : 2;
+}
 
 class Bank {
  public:

@@ -1,6 +1,7 @@
 // The Python edge: the extension module coterie.kernels._native. Every shape, type and index that a kernel relies on is
-// checked here and said in the message; outputs are allocated by the caller (kernels/native.py). The GIL is released while
-// an op computes. Arrays are C-contiguous numpy arrays: float32, int32 ids and positions, int64 orders and counts.
+// checked here and said in the message; outputs are allocated by the caller (kernels/native.py). The GIL is released
+// while an op computes. Arrays are C-contiguous numpy arrays: float32, int32 ids and positions, int64 orders and
+// counts.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -12,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "checks.h"
 #include "ops.h"
 
 namespace nb = nanobind;
@@ -20,15 +22,6 @@ using namespace nb::literals;
 namespace coterie {
 
 namespace {
-
-template <class T>
-using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
-using In = Array<const float>;
-using Out = Array<float>;
-using Ids = Array<const std::int32_t>;
-using Rows = Array<const std::int64_t>;
-using Stream = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-using MutableStream = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
 struct AttentionShape {
   std::int64_t heads, groups, key_dim, value_dim, nope, rank, rope_dim;
@@ -41,60 +34,6 @@ struct RouteShape {
   bool sigmoid, top2_sum, normalize, scale;
   float norm_epsilon, scaling;
 };
-
-void require(bool ok, const std::string& message) {
-  if (!ok) throw std::invalid_argument(message);
-}
-
-template <class A>
-std::string shape_text(const A& array) {
-  std::string text = "[";
-  for (std::size_t i = 0; i < array.ndim(); ++i) text += (i ? ", " : "") + std::to_string(array.shape(i));
-  return text + "]";
-}
-
-// Raises unless `array` has exactly this shape.
-template <class A>
-void expect(const char* op, const char* name, const A& array, const std::vector<std::int64_t>& shape) {
-  bool same = array.ndim() == shape.size();
-  for (std::size_t i = 0; same && i < shape.size(); ++i) same = static_cast<std::int64_t>(array.shape(i)) == shape[i];
-  if (same) return;
-  std::string wanted = "[";
-  for (std::size_t i = 0; i < shape.size(); ++i) wanted += (i ? ", " : "") + std::to_string(shape[i]);
-  throw std::invalid_argument(std::string(op) + ": " + name + " has shape " + shape_text(array) + ", needs " + wanted + "]");
-}
-
-template <class A>
-std::int64_t rows_of(const char* op, const A& array) {
-  require(array.ndim() >= 1, std::string(op) + ": an array with no axes");
-  return static_cast<std::int64_t>(array.shape(0));
-}
-
-template <class A>
-void expect_range(const char* op, const char* name, const A& array, std::int64_t limit) {
-  for (std::size_t i = 0; i < array.size(); ++i) {
-    const std::int64_t value = array.data()[i];
-    if (value < 0 || value >= limit) {
-      throw std::invalid_argument(std::string(op) + ": " + name + " holds " + std::to_string(value) + ", must be in [0, " +
-                                  std::to_string(limit) + ")");
-    }
-  }
-}
-
-template <class A>
-Kind stream_kind(const char* op, const A& array) {
-  require(array.ndim() == 2, std::string(op) + ": a cache stream is [slots, width], not " + shape_text(array));
-  if (array.dtype() == nb::dtype<float>()) return Kind::f32;
-  require(array.dtype() == nb::dtype<std::uint16_t>(), std::string(op) + ": a cache stream is float32 or uint16 (bf16)");
-  return Kind::bf16;
-}
-
-void expect_bank(const char* op, const Bank& bank, std::int64_t count, std::int64_t rows, std::int64_t cols) {
-  if (bank.count() == count && bank.rows() == rows && bank.cols() == cols) return;
-  throw std::invalid_argument(std::string(op) + ": bank holds " + std::to_string(bank.count()) + " matrices [" +
-                              std::to_string(bank.rows()) + ", " + std::to_string(bank.cols()) + "], needs " +
-                              std::to_string(count) + " of [" + std::to_string(rows) + ", " + std::to_string(cols) + "]");
-}
 
 Rope make_rope(const char* op, const In& table, const Ids& positions, const AttentionShape& shape) {
   require(table.ndim() == 3, std::string(op) + ": the rope table is [positions, 2, dim/2]");
@@ -145,7 +84,8 @@ void init_bank(Bank* self, std::int64_t count, std::int64_t rows, std::int64_t c
 void fill(Device& device, Bank& bank, std::int64_t index, std::int64_t row, const In& values) {
   const std::int64_t n = rows_of("fill", values);
   expect("fill", "values", values, {n, bank.cols()});
-  require(index >= 0 && index < bank.count(), "fill: matrix " + std::to_string(index) + " of " + std::to_string(bank.count()));
+  require(index >= 0 && index < bank.count(),
+          "fill: matrix " + std::to_string(index) + " of " + std::to_string(bank.count()));
   require(row >= 0 && row + n <= bank.rows(), "fill: rows " + std::to_string(row) + " to " + std::to_string(row + n) +
                                                   " of a matrix with " + std::to_string(bank.rows()));
   const nb::gil_scoped_release release;
@@ -154,7 +94,8 @@ void fill(Device& device, Bank& bank, std::int64_t index, std::int64_t row, cons
 
 void read(Device& device, const Bank& bank, std::int64_t index, const Out& out) {
   expect("read", "out", out, {bank.rows(), bank.cols()});
-  require(index >= 0 && index < bank.count(), "read: matrix " + std::to_string(index) + " of " + std::to_string(bank.count()));
+  require(index >= 0 && index < bank.count(),
+          "read: matrix " + std::to_string(index) + " of " + std::to_string(bank.count()));
   const nb::gil_scoped_release release;
   device.read(bank, index, out.data());
 }
@@ -222,8 +163,8 @@ struct RopeInputs {
   Ids positions;
 };
 
-void mla_inputs(Device& device, const In& query, const In& kv, const Bank& w_uk, const In& weight, const RopeInputs& inputs,
-                const AttentionShape& s, const Out& query_out, const Out& rows_out) {
+void mla_inputs(Device& device, const In& query, const In& kv, const Bank& w_uk, const In& weight,
+                const RopeInputs& inputs, const AttentionShape& s, const Out& query_out, const Out& rows_out) {
   const std::int64_t n = rows_of("mla_inputs", query), width = s.rank + s.rope_dim, in = s.nope + s.rope_dim;
   expect("mla_inputs", "query", query, {n, s.heads * in});
   expect("mla_inputs", "kv", kv, {n, width});
@@ -236,12 +177,13 @@ void mla_inputs(Device& device, const In& query, const In& kv, const Bank& w_uk,
   const nb::gil_scoped_release release;
   std::vector<Product> products;
   for (std::int64_t h = 0; h < s.heads; ++h) {
-    products.push_back(
-        {query.data() + h * in, s.heads * in, w_uk.matrix(h), nullptr, query_out.data() + h * width, s.heads * width, n});
+    products.push_back({query.data() + h * in, s.heads * in, w_uk.matrix(h), nullptr, query_out.data() + h * width,
+                        s.heads * width, n});
   }
   device.products(products);
-  device.mla_rows({query.data(), kv.data(), weight.data(), query_out.data(), rows_out.data(), rope, s.heads, s.nope, s.rank,
-                   s.eps}, n);
+  device.mla_rows(
+      {query.data(), kv.data(), weight.data(), query_out.data(), rows_out.data(), rope, s.heads, s.nope, s.rank, s.eps},
+      n);
 }
 
 void gqa_heads(Device& device, const In& x, const std::optional<In>& weight, const RopeInputs& inputs,
@@ -256,7 +198,8 @@ void gqa_heads(Device& device, const In& x, const std::optional<In>& weight, con
   const Rope rope = make_rope("gqa_inputs", inputs.table, inputs.positions, s);
   const nb::gil_scoped_release release;
   device.head_rows({x.data(), weight ? weight->data() : nullptr, out.data(), rope,
-                    static_cast<std::int64_t>(x.shape(1)) / width, width, s.eps}, n);
+                    static_cast<std::int64_t>(x.shape(1)) / width, width, s.eps},
+                   n);
 }
 
 void cache_write(Device& device, const MutableStream& cache, const In& rows, const Rows& slots) {
@@ -289,8 +232,8 @@ void check_blocks(const Layout& layout, std::int64_t slots) {
                                                   std::to_string(s) + " lies past its block table");
     for (std::int64_t b = 0; b <= last / layout.page_size; ++b) {
       const std::int64_t block = layout.blocks->data()[s * stride + b];
-      require(block >= 0 && block < limit, "attend: block " + std::to_string(block) + " of sequence " + std::to_string(s) +
-                                               " is not in [0, " + std::to_string(limit) + ")");
+      require(block >= 0 && block < limit, "attend: block " + std::to_string(block) + " of sequence " +
+                                               std::to_string(s) + " is not in [0, " + std::to_string(limit) + ")");
     }
   }
 }
@@ -308,8 +251,8 @@ void check_layout(const Layout& layout, std::int64_t rows) {
   require(layout.page_size >= 1, "attend: page_size must be at least 1");
 }
 
-void attend(Device& device, const In& query, const Stream& keys, const std::optional<Stream>& values, const Layout& layout,
-            const AttentionShape& s, const Out& out) {
+void attend(Device& device, const In& query, const Stream& keys, const std::optional<Stream>& values,
+            const Layout& layout, const AttentionShape& s, const Out& out) {
   const std::int64_t n = rows_of("attend", query);
   const Kind kind = stream_kind("attend", keys);
   const Stream& value_rows = values ? *values : keys;
@@ -327,10 +270,21 @@ void attend(Device& device, const In& query, const Stream& keys, const std::opti
   } else {
     require(static_cast<std::int64_t>(keys.shape(0)) == n, "attend: without a cache the keys are the step's own rows");
   }
-  AttentionArgs args{query.data(), keys.data(), value_rows.data(), kind,
-                     static_cast<std::int64_t>(keys.shape(1)), static_cast<std::int64_t>(value_rows.shape(1)), out.data(),
-                     s.heads, s.groups, s.key_dim, s.value_dim, s.scale, layout.page_size};
-  Sequences sequences{layout.query_start.data(), layout.positions.data(), layout.blocks ? layout.blocks->data() : nullptr,
+  AttentionArgs args{query.data(),
+                     keys.data(),
+                     value_rows.data(),
+                     kind,
+                     static_cast<std::int64_t>(keys.shape(1)),
+                     static_cast<std::int64_t>(value_rows.shape(1)),
+                     out.data(),
+                     s.heads,
+                     s.groups,
+                     s.key_dim,
+                     s.value_dim,
+                     s.scale,
+                     layout.page_size};
+  Sequences sequences{layout.query_start.data(), layout.positions.data(),
+                      layout.blocks ? layout.blocks->data() : nullptr,
                       layout.blocks ? static_cast<std::int64_t>(layout.blocks->shape(1)) : 0,
                       static_cast<std::int64_t>(layout.query_start.size()) - 1};
   const nb::gil_scoped_release release;
@@ -347,7 +301,8 @@ void route(Device& device, const In& x, const Bank& gate, const std::optional<In
   if (bias) expect("route", "correction bias", *bias, {experts});
   expect("route", "ids", ids, {n, s.top_k});
   expect("route", "weights", weights, {n, s.top_k});
-  require(s.top_k >= 1 && s.top_k <= experts, "route: top_k " + std::to_string(s.top_k) + " of " + std::to_string(experts));
+  require(s.top_k >= 1 && s.top_k <= experts,
+          "route: top_k " + std::to_string(s.top_k) + " of " + std::to_string(experts));
   require(s.groups <= 1 || (experts % s.groups == 0 && s.topk_groups >= 1 && s.topk_groups <= s.groups),
           "route: " + std::to_string(s.topk_groups) + " of " + std::to_string(s.groups) + " groups of " +
               std::to_string(experts) + " experts");
@@ -358,7 +313,8 @@ void route(Device& device, const In& x, const Bank& gate, const std::optional<In
   device.products({{x.data(), gate.cols(), gate.matrix(0), nullptr, scores, experts, n}});
   device.route({scores, bias ? bias->data() : nullptr, scores + n * experts, scores + 2 * n * experts, ids.data(),
                 weights.data(), experts, s.top_k, groups, s.topk_groups, s.sigmoid, s.top2_sum, s.normalize, s.scale,
-                s.norm_epsilon, s.scaling}, n);
+                s.norm_epsilon, s.scaling},
+               n);
 }
 
 // Counting sort of the T * K pairs by expert; stable.
@@ -383,7 +339,8 @@ void sort_by_expert(const Ids& ids, const Array<std::int64_t>& token, const Arra
   }
 }
 
-void experts(Device& device, const In& rows, const Rows& counts, const Bank& gate_up, const Bank& down, const Out& out) {
+void experts(Device& device, const In& rows, const Rows& counts, const Bank& gate_up, const Bank& down,
+             const Out& out) {
   const std::int64_t n = rows_of("experts", rows), inner = down.cols();
   expect("experts", "rows", rows, {n, gate_up.cols()});
   expect("experts", "counts", counts, {gate_up.count()});
@@ -410,7 +367,8 @@ void combine(Device& device, const In& rows, const Rows& position, const In& wei
   if (shared) expect("combine", "shared", *shared, {n, width});
   expect_range("combine", "position", position, rows_of("combine", rows));
   const nb::gil_scoped_release release;
-  device.combine({rows.data(), position.data(), weights.data(), shared ? shared->data() : nullptr, out.data(), width, k}, n);
+  device.combine(
+      {rows.data(), position.data(), weights.data(), shared ? shared->data() : nullptr, out.data(), width, k}, n);
 }
 
 void sigmoid_scale(Device& device, const In& x, const In& gate, const Out& out) {
@@ -439,34 +397,40 @@ NB_MODULE(_native, m) {
       .def_prop_ro("nbytes", &Bank::bytes);
 
   nb::class_<AttentionShape>(m, "AttentionShape")
-      .def("__init__",
-           [](AttentionShape* self, std::int64_t heads, std::int64_t groups, std::int64_t key_dim, std::int64_t value_dim,
-              std::int64_t nope, std::int64_t rank, std::int64_t rope_dim, bool interleaved, float scale, float eps) {
-             new (self) AttentionShape{heads, groups, key_dim, value_dim, nope, rank, rope_dim, interleaved, scale, eps};
-           },
-           nb::kw_only(), "heads"_a, "groups"_a, "key_dim"_a, "value_dim"_a, "nope"_a, "rank"_a, "rope_dim"_a,
-           "interleaved"_a, "scale"_a, "eps"_a);
+      .def(
+          "__init__",
+          [](AttentionShape* self, std::int64_t heads, std::int64_t groups, std::int64_t key_dim,
+             std::int64_t value_dim, std::int64_t nope, std::int64_t rank, std::int64_t rope_dim, bool interleaved,
+             float scale, float eps) {
+            new (self) AttentionShape{heads, groups, key_dim, value_dim, nope, rank, rope_dim, interleaved, scale, eps};
+          },
+          nb::kw_only(), "heads"_a, "groups"_a, "key_dim"_a, "value_dim"_a, "nope"_a, "rank"_a, "rope_dim"_a,
+          "interleaved"_a, "scale"_a, "eps"_a);
 
   nb::class_<RouteShape>(m, "RouteShape")
-      .def("__init__",
-           [](RouteShape* self, std::int64_t top_k, std::int64_t groups, std::int64_t topk_groups, bool sigmoid,
-              bool top2_sum, bool normalize, bool scale, float norm_epsilon, float scaling) {
-             new (self) RouteShape{top_k, groups, topk_groups, sigmoid, top2_sum, normalize, scale, norm_epsilon, scaling};
-           },
-           nb::kw_only(), "top_k"_a, "groups"_a, "topk_groups"_a, "sigmoid"_a, "top2_sum"_a, "normalize"_a, "scale"_a,
-           "norm_epsilon"_a, "scaling"_a);
+      .def(
+          "__init__",
+          [](RouteShape* self, std::int64_t top_k, std::int64_t groups, std::int64_t topk_groups, bool sigmoid,
+             bool top2_sum, bool normalize, bool scale, float norm_epsilon, float scaling) {
+            new (self)
+                RouteShape{top_k, groups, topk_groups, sigmoid, top2_sum, normalize, scale, norm_epsilon, scaling};
+          },
+          nb::kw_only(), "top_k"_a, "groups"_a, "topk_groups"_a, "sigmoid"_a, "top2_sum"_a, "normalize"_a, "scale"_a,
+          "norm_epsilon"_a, "scaling"_a);
 
   nb::class_<RopeInputs>(m, "RopeInputs")
-      .def("__init__", [](RopeInputs* self, In table, Ids positions) { new (self) RopeInputs{table, positions}; },
-           nb::arg("table").noconvert(), nb::arg("positions").noconvert());
+      .def(
+          "__init__", [](RopeInputs* self, In table, Ids positions) { new (self) RopeInputs{table, positions}; },
+          nb::arg("table").noconvert(), nb::arg("positions").noconvert());
 
   nb::class_<Layout>(m, "Layout")
-      .def("__init__",
-           [](Layout* self, Ids query_start, Ids positions, std::optional<Ids> blocks, std::int64_t page_size) {
-             new (self) Layout{query_start, positions, blocks, page_size};
-           },
-           nb::arg("query_start").noconvert(), nb::arg("positions").noconvert(), nb::arg("blocks").noconvert().none(),
-           nb::arg("page_size"));
+      .def(
+          "__init__",
+          [](Layout* self, Ids query_start, Ids positions, std::optional<Ids> blocks, std::int64_t page_size) {
+            new (self) Layout{query_start, positions, blocks, page_size};
+          },
+          nb::arg("query_start").noconvert(), nb::arg("positions").noconvert(), nb::arg("blocks").noconvert().none(),
+          nb::arg("page_size"));
 
   nb::class_<Device>(m, "Device")
       .def("__init__", &init_device, "threads"_a, "isa"_a)
@@ -491,8 +455,8 @@ NB_MODULE(_native, m) {
            nb::arg("slots").noconvert())
       .def("attend", &attend, nb::arg("query").noconvert(), nb::arg("keys").noconvert(),
            nb::arg("values").noconvert().none(), nb::arg("layout"), nb::arg("shape"), nb::arg("out").noconvert())
-      .def("route", &route, nb::arg("x").noconvert(), nb::arg("gate"), nb::arg("bias").noconvert().none(), nb::arg("shape"),
-           nb::arg("ids").noconvert(), nb::arg("weights").noconvert())
+      .def("route", &route, nb::arg("x").noconvert(), nb::arg("gate"), nb::arg("bias").noconvert().none(),
+           nb::arg("shape"), nb::arg("ids").noconvert(), nb::arg("weights").noconvert())
       .def("experts", &experts, nb::arg("rows").noconvert(), nb::arg("counts").noconvert(), nb::arg("gate_up"),
            nb::arg("down"), nb::arg("out").noconvert())
       .def("combine", &combine, nb::arg("rows").noconvert(), nb::arg("position").noconvert(),

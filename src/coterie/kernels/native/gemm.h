@@ -1,7 +1,8 @@
-// Products with packed panels, written once for f32 and bf16 weights. Included by kernels.cpp inside the level's namespace.
+// Products with packed panels, written once for f32 and bf16 weights. Included by kernels.cpp inside the level's
+// namespace.
 //
-// Each output is one chain over k ascending, whatever the number of rows that share the panel: row blocks only decide how
-// many chains run side by side.
+// Each output is one chain over k ascending, whatever the number of rows that share the panel: row blocks only decide
+// how many chains run side by side.
 
 template <class T, int R>
 COTERIE_INLINE void gemm_block(const GemmTask& task, const float* x, float* out, std::int64_t panel, int lane) {

@@ -1,13 +1,13 @@
 // The table of inner kernels that each ISA level provides, and the plain values they take.
 //
-// A kernel is serial, allocates nothing and writes only its own output rows; ops.cpp splits the work and calls it from the
-// pool. Everything behind the table is compiled once per level, so this header holds no inline code that could be emitted
-// for one level and linked into another.
+// A kernel is serial, allocates nothing and writes only its own output rows; ops.cpp splits the work and calls it from
+// the pool. Everything behind the table is compiled once per level, so this header holds no inline code that could be
+// emitted for one level and linked into another.
 #pragma once
 
 #include <cstdint>
 
-#include "bank.h"
+#include "matrix.h"
 
 namespace coterie {
 
@@ -89,7 +89,8 @@ struct AttentionTask {
 inline constexpr std::int64_t kMaxTaskRows = 16;
 inline constexpr std::int64_t kMaxTaskHeads = 16;
 
-// Selection of experts from logits. `scores` holds the logits and is overwritten; `biased` and `group_scores` are scratch.
+// Selection of experts from logits. `scores` holds the logits and is overwritten; `biased` and `group_scores` are
+// scratch.
 struct RouteArgs {
   float* scores;        // [T, experts]
   const float* bias;    // [experts] or null
@@ -123,7 +124,8 @@ struct KernelTable {
   // x[r, 0:inner] = silu(x[r, 0:inner]) * x[r, inner:2*inner]
   void (*silu_mul)(float* x, std::int64_t inner, std::int64_t begin, std::int64_t end);
   // out[r] = x[r] * sigmoid(gate[r])
-  void (*sigmoid_scale)(const float* x, const float* gate, float* out, std::int64_t width, std::int64_t begin, std::int64_t end);
+  void (*sigmoid_scale)(const float* x, const float* gate, float* out, std::int64_t width, std::int64_t begin,
+                        std::int64_t end);
 };
 
 namespace generic {

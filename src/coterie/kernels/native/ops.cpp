@@ -13,7 +13,9 @@ constexpr std::int64_t kChunk = 1 << 15;         // elementwise work
 constexpr std::int64_t kProductChunk = 1 << 18;  // multiply-adds of a product
 constexpr std::int64_t kProductRows = 64;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
 
 // Cuts one product into row and panel ranges of about kProductChunk multiply-adds.
 void split(const Product& p, std::vector<GemmTask>& tasks) {
@@ -30,7 +32,8 @@ void split(const Product& p, std::vector<GemmTask>& tasks) {
 }
 
 // Heads of one key head are cut so that a task stays within the kernel's limits; rows share the tile they load.
-void split_sequence(const AttentionArgs& args, const Sequences& s, std::int64_t index, std::vector<AttentionTask>& tasks) {
+void split_sequence(const AttentionArgs& args, const Sequences& s, std::int64_t index,
+                    std::vector<AttentionTask>& tasks) {
   const std::int64_t begin = s.query_start[index], end = s.query_start[index + 1];
   const std::int64_t per_group = args.heads / args.groups;
   for (std::int64_t row = begin; row < end; row += kMaxTaskRows) {
@@ -134,11 +137,13 @@ void Device::experts(const float* x, const std::int64_t* counts, const Bank& gat
     if (counts[e] == 0) continue;
     float* middle = both.get() + row * 2 * inner;
     up_products.push_back({x + row * hidden, hidden, gate_up.matrix(e), nullptr, middle, 2 * inner, counts[e]});
-    down_products.push_back({middle, 2 * inner, down.matrix(e), nullptr, out + row * down.rows(), down.rows(), counts[e]});
+    down_products.push_back(
+        {middle, 2 * inner, down.matrix(e), nullptr, out + row * down.rows(), down.rows(), counts[e]});
     row += counts[e];
   }
   products(up_products);
-  over_rows(rows, inner * 8, [&](std::int64_t begin, std::int64_t end) { table_.silu_mul(both.get(), inner, begin, end); });
+  over_rows(rows, inner * 8,
+            [&](std::int64_t begin, std::int64_t end) { table_.silu_mul(both.get(), inner, begin, end); });
   products(down_products);
 }
 
@@ -148,18 +153,18 @@ void Device::combine(const CombineArgs& args, std::int64_t rows) {
 }
 
 void Device::sigmoid_scale(const float* x, const float* gate, float* out, std::int64_t rows, std::int64_t width) {
-  over_rows(rows, width, [&](std::int64_t begin, std::int64_t end) {
-    table_.sigmoid_scale(x, gate, out, width, begin, end);
-  });
+  over_rows(rows, width,
+            [&](std::int64_t begin, std::int64_t end) { table_.sigmoid_scale(x, gate, out, width, begin, end); });
 }
 
-void Device::cache_write(
-    void* cache, Kind kind, const float* rows, const std::int64_t* slots, std::int64_t n, std::int64_t width) {
+void Device::cache_write(void* cache, Kind kind, const float* rows, const std::int64_t* slots, std::int64_t n,
+                         std::int64_t width) {
   over_rows(n, width, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t r = begin; r < end; ++r) {
       const float* source = rows + r * width;
       if (kind == Kind::f32) {
-        std::memcpy(static_cast<float*>(cache) + slots[r] * width, source, sizeof(float) * static_cast<std::size_t>(width));
+        std::memcpy(static_cast<float*>(cache) + slots[r] * width, source,
+                    sizeof(float) * static_cast<std::size_t>(width));
       } else {
         std::uint16_t* target = static_cast<std::uint16_t*>(cache) + slots[r] * width;
         for (std::int64_t i = 0; i < width; ++i) target[i] = to_bf16(source[i]);

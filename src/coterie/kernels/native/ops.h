@@ -1,12 +1,14 @@
-// Device: the ops of the native backend over raw pointers. Splits work into chunks and runs a level's kernels on the pool.
+// Device: the ops of the native backend over raw pointers. Splits work into chunks and runs a level's kernels on the
+// pool.
 //
-// Shapes and index ranges are checked by bindings.cpp; nothing here raises for a user's mistake. How work is split depends
-// on sizes and the number of threads and never changes a row's bits.
+// Shapes and index ranges are checked by bindings.cpp; nothing here raises for a user's mistake. How work is split
+// depends on sizes and the number of threads and never changes a row's bits.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "bank.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -50,7 +52,8 @@ class Device {
   void experts(const float* x, const std::int64_t* counts, const Bank& gate_up, const Bank& down, float* out);
   void combine(const CombineArgs& args, std::int64_t rows);
   void sigmoid_scale(const float* x, const float* gate, float* out, std::int64_t rows, std::int64_t width);
-  void cache_write(void* cache, Kind kind, const float* rows, const std::int64_t* slots, std::int64_t n, std::int64_t width);
+  void cache_write(void* cache, Kind kind, const float* rows, const std::int64_t* slots, std::int64_t n,
+                   std::int64_t width);
 
  private:
   template <class F>

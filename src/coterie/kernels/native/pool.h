@@ -1,7 +1,8 @@
 // Pool: persistent worker threads that share one job at a time by an atomic chunk counter.
 //
-// The caller works too; workers spin briefly after a job and then sleep, so an idle process uses no CPU. Which thread runs
-// which chunk is not fixed: an op must give the same bits for any assignment. Every chunk runs with denormals flushed.
+// The caller works too; workers spin briefly after a job and then sleep, so an idle process uses no CPU. Which thread
+// runs which chunk is not fixed: an op must give the same bits for any assignment. Every chunk runs with denormals
+// flushed.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// Kernels that treat one row at a time: norms, rope, gates, router selection, combine. Included by kernels.cpp inside the
-// level's namespace.
+// Kernels that treat one row at a time: norms, rope, gates, router selection, combine. Included by kernels.cpp inside
+// the level's namespace.
 
 // Calls body(offset, n) for whole vectors, then once for the rest (n < kLanes).
 template <class F>
@@ -9,7 +9,9 @@ COTERIE_INLINE void for_vectors(std::int64_t size, F body) {
   if (i < size) body(i, size - i);
 }
 
-COTERIE_INLINE Vec load_n(const float* p, std::int64_t n) { return n == kLanes ? load(p) : load_part(p, n); }
+COTERIE_INLINE Vec load_n(const float* p, std::int64_t n) {
+  return n == kLanes ? load(p) : load_part(p, n);
+}
 
 COTERIE_INLINE void store_n(float* p, Vec v, std::int64_t n) {
   if (n == kLanes) {
@@ -106,8 +108,8 @@ static void silu_mul(float* x, std::int64_t inner, std::int64_t begin, std::int6
   }
 }
 
-static void sigmoid_scale(
-    const float* x, const float* gate, float* out, std::int64_t width, std::int64_t begin, std::int64_t end) {
+static void sigmoid_scale(const float* x, const float* gate, float* out, std::int64_t width, std::int64_t begin,
+                          std::int64_t end) {
   for (std::int64_t row = begin; row < end; ++row) {
     const Vec scale = sigmoid(splat(gate[row]));
     for_vectors(width, [&](std::int64_t i, std::int64_t n) {
@@ -140,16 +142,15 @@ static void score_row(float* scores, std::int64_t size, bool is_sigmoid) {
   }
   float top = scores[0];
   for (std::int64_t i = 1; i < size; ++i) top = scores[i] > top ? scores[i] : top;
-  for_vectors(size, [&](std::int64_t i, std::int64_t n) {
-    store_n(scores + i, exp(load_n(scores + i, n) - splat(top)), n);
-  });
+  for_vectors(size,
+              [&](std::int64_t i, std::int64_t n) { store_n(scores + i, exp(load_n(scores + i, n) - splat(top)), n); });
   float total = 0.0f;
   for (std::int64_t i = 0; i < size; ++i) total += scores[i];
   for (std::int64_t i = 0; i < size; ++i) scores[i] /= total;
 }
 
-// Indices of the k largest values, best first, lower index first among equals: each pass takes the best that comes after
-// the last one in that order.
+// Indices of the k largest values, best first, lower index first among equals: each pass takes the best that comes
+// after the last one in that order.
 static void select_top(const float* values, std::int64_t size, std::int64_t k, std::int32_t* ids) {
   float last = __builtin_inff();
   std::int64_t last_id = -1;

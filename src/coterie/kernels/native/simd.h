@@ -1,7 +1,7 @@
 // The vector wrapper: one float vector type of the level's width, on the compiler's vector extensions.
 //
-// Included inside the level's own namespace by kernels.cpp only. The one place with intrinsics is fma: contraction is off,
-// so a multiply-add fuses exactly where it is written (levels without FMA round twice, everywhere alike).
+// Included inside the level's own namespace by kernels.cpp only. The one place with intrinsics is fma: contraction is
+// off, so a multiply-add fuses exactly where it is written (levels without FMA round twice, everywhere alike).
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -27,7 +27,9 @@ typedef std::int32_t VecI __attribute__((vector_size(kLanes * 4)));
 typedef std::uint32_t VecU __attribute__((vector_size(kLanes * 4)));
 typedef std::uint16_t VecH __attribute__((vector_size(kLanes * 2)));
 
-COTERIE_INLINE Vec splat(float value) { return value - Vec{}; }
+COTERIE_INLINE Vec splat(float value) {
+  return value - Vec{};
+}
 
 COTERIE_INLINE Vec load(const float* p) {
   Vec v;
@@ -35,7 +37,9 @@ COTERIE_INLINE Vec load(const float* p) {
   return v;
 }
 
-COTERIE_INLINE Vec widen(VecH h) { return (Vec)(__builtin_convertvector(h, VecU) << 16); }
+COTERIE_INLINE Vec widen(VecH h) {
+  return (Vec)(__builtin_convertvector(h, VecU) << 16);
+}
 
 COTERIE_INLINE Vec load(const std::uint16_t* p) {
   VecH h;
@@ -56,7 +60,9 @@ COTERIE_INLINE Vec load_part(const std::uint16_t* p, std::int64_t n) {
   return widen(h);
 }
 
-COTERIE_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+COTERIE_INLINE void store(float* p, Vec v) {
+  std::memcpy(p, &v, sizeof v);
+}
 
 COTERIE_INLINE void store_part(float* p, Vec v, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) p[i] = v[i];
@@ -72,7 +78,9 @@ COTERIE_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-COTERIE_INLINE Vec max(Vec a, Vec b) { return a < b ? b : a; }
+COTERIE_INLINE Vec max(Vec a, Vec b) {
+  return a < b ? b : a;
+}
 
 // Sum of the lanes by halves: a fixed tree.
 COTERIE_INLINE float sum(Vec v) {
@@ -103,4 +111,6 @@ COTERIE_INLINE Vec exp(Vec x) {
   return p * (Vec)power;
 }
 
-COTERIE_INLINE Vec sigmoid(Vec x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }
+COTERIE_INLINE Vec sigmoid(Vec x) {
+  return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x));
+}
