@@ -1,0 +1,102 @@
+"""Resolution: types, context and cache size with their reasons; what does not fit is refused with the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from coterie.engine.config import EngineConfig
+from coterie.engine.resolve import DEFAULT_CONTEXT, Resolved, available_memory, check_weights_fit, resolve
+from coterie.spec.errors import CoterieError
+from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec
+
+
+def make_spec(max_positions: int = 4096, dtype: str = "bfloat16") -> ModelSpec:
+    """One GQA layer: 128 cache values a token."""
+    attention = AttentionSpec("gqa", 4, 2, 32, 32, 0.2, RopeSpec(32, 1e4, interleaved=False))
+    return ModelSpec("llama", 100, 64, (LayerSpec(attention, DenseSpec(64)),), 1e-6, max_positions, dtype=dtype)
+
+
+def reasons(resolved: Resolved) -> dict[str, str]:
+    return {choice.what: choice.reason for choice in resolved.report}
+
+
+def test_bounded_by_what_requests_can_use() -> None:
+    resolved = resolve(make_spec(), EngineConfig(max_running_requests=4), "bf16", 1 << 40)
+    assert (resolved.max_model_len, resolved.num_blocks, resolved.cache_kind) == (4096, 4 * 64, "bf16")
+    assert "4 running requests" in reasons(resolved)["kv_cache_tokens"]
+
+
+def test_bounded_by_memory() -> None:
+    available = 10_000 * 256
+    resolved = resolve(make_spec(), EngineConfig(mem_fraction_static=0.5), "bf16", available)
+    assert resolved.num_blocks == 5000 // 64 and resolved.max_model_len == 4096
+    assert "0.5 of the free memory" in reasons(resolved)["kv_cache_tokens"]
+    small = resolve(make_spec(), EngineConfig(mem_fraction_static=0.1), "bf16", available)
+    assert small.max_model_len == small.num_blocks * 64 == 960
+    assert "fits" in reasons(small)["max_model_len"] and "4096" in reasons(small)["max_model_len"]
+
+
+def test_float32_rows_take_twice_the_room() -> None:
+    available = 10_000 * 256
+    config = EngineConfig(mem_fraction_static=0.5)
+    assert resolve(make_spec(), config, "f32", available).num_blocks == 2500 // 64
+    narrow = EngineConfig(mem_fraction_static=0.5, kv_cache_dtype="bfloat16")
+    assert resolve(make_spec(), narrow, "f32", available).num_blocks == 5000 // 64
+
+
+def test_a_huge_context_is_not_taken_unasked() -> None:
+    spec = make_spec(max_positions=1 << 20)
+    resolved = resolve(spec, EngineConfig(), "bf16", 1 << 40)
+    assert resolved.max_model_len == DEFAULT_CONTEXT and str(1 << 20) in reasons(resolved)["max_model_len"]
+    assert resolve(spec, EngineConfig(max_model_len=1 << 20), "bf16", 1 << 40).max_model_len == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"max_model_len": 4097}, ["4097", "4096"]),
+        ({"max_model_len": 2000, "kv_cache_tokens": 1000}, ["1000", "2000", "1024"]),
+        ({"max_model_len": 4096, "mem_fraction_static": 0.1}, ["4096", "960", "256 B"]),
+        ({"mem_fraction_static": 0.001}, ["64 tokens", "mem_fraction_static"]),
+        ({"kv_cache_tokens": 20_000}, ["20000", "10000"]),
+        ({"page_size": 0}, ["page_size", "0"]),
+        ({"max_running_requests": 0}, ["max_running_requests"]),
+        ({"mem_fraction_static": float("nan")}, ["mem_fraction_static"]),
+    ],
+)
+def test_refusals_name_the_numbers(config: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(CoterieError) as caught:
+        resolve(make_spec(), EngineConfig(**config), "bf16", 10_000 * 256)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_asked_capacity_is_kept() -> None:
+    resolved = resolve(make_spec(), EngineConfig(kv_cache_tokens=1000, page_size=16), "bf16", 1 << 40)
+    assert resolved.num_blocks == 63 and resolved.max_model_len == 1008
+
+
+def test_weights_that_do_not_fit() -> None:
+    spec = make_spec()
+    check_weights_fit(spec, EngineConfig(), spec.num_parameters * 2)
+    with pytest.raises(CoterieError, match="weights need"):
+        check_weights_fit(spec, EngineConfig(), spec.num_parameters * 2 - 1)
+    with pytest.raises(CoterieError, match="bfloat16"):
+        check_weights_fit(spec, EngineConfig(dtype="float32"), spec.num_parameters * 2)
+
+
+def test_memory_of_the_control_group(tmp_path: Path) -> None:
+    free = psutil.virtual_memory().available
+    assert available_memory(tmp_path) > free // 2
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("5\n")
+    assert available_memory(tmp_path) > free // 2
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert available_memory(tmp_path) == 995
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("700")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("800")
+    assert available_memory(tmp_path) == 0
