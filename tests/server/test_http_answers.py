@@ -176,7 +176,8 @@ def test_chat_logprobs():
 @pytest.mark.parametrize("text_of", ["string", "ids"])
 def test_echo_with_logprobs(max_tokens, text_of):
     engine = MockEngine()
-    body = {"prompt": "hi" if text_of == "string" else [104, 105], "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    prompt = "hi" if text_of == "string" else [104, 105]
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": max_tokens}
     bos = text_of == "string"
     answer = post(engine, TEXT, body).json()
     choice, logprobs = answer["choices"][0], answer["choices"][0]["logprobs"]

@@ -14,9 +14,9 @@ from coterie.spec.errors import CoterieError
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def render(source: str | None, messages=None, *, seconds: float = 5.0, chars: int = 100_000, **arguments: object) -> str:
+def render(source: str | None, *, seconds: float = 5.0, chars: int = 100_000, **arguments: object) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": None}, TemplateLimits(seconds, chars))
-    prompt = ChatPrompt(messages or [{"role": "user", "content": "hi é<b>"}], True, arguments)
+    prompt = ChatPrompt([{"role": "user", "content": "hi é<b>"}], True, arguments)
     try:
         return template.render_now(prompt)
     finally:
@@ -34,7 +34,7 @@ def render(source: str | None, messages=None, *, seconds: float = 5.0, chars: in
     ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "hi é<b>"),
     ("{{ strftime_now('%Y') | length }}", "4"),
     ("{% set ns = namespace(x=1) %}{% for i in range(3) %}{% set ns.x = ns.x + 1 %}{% endfor %}{{ ns.x }}", "4"),
-    ("{{ tools is none }}{{ documents is none }}{{ unknown is defined }}{{ add_generation_prompt }}", "TrueTrueFalseTrue"),
+    ("{{ tools is none }}{{ unknown is defined }}{{ add_generation_prompt }}", "TrueFalseTrue"),
     ("{{ 'ab' * 3 }}{{ 2 ** 8 }}{{ 3 * 4 }}{{ '%s-%d' % ('a', 1) }}", "ababab25612a-1"),
     ("{{ thinking }}", "True"),
 ])  # fmt: skip

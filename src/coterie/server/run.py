@@ -11,6 +11,7 @@ import contextlib
 import logging
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("coterie.server")
 
 Launch = Callable[["RequestObserver"], "AsyncEngine"]
-"""Makes the engine; called on a worker thread, and told who observes its requests."""
+"""Makes the engine; called on a thread of its own, and told who observes its requests."""
 
 _LAST_WORDS_SECONDS = 2.0
 """Time for error events to reach clients when running requests are ended."""
@@ -41,7 +42,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def serve(launch: Launch, config: ServerConfig, on_ready: Callable[[str], None] | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. `on_ready` gets the base URL once the model is loaded.
 
-    Raises CoterieError if the port cannot be bound or the model cannot be loaded. A second signal stops at once.
+    Raises CoterieError if the port cannot be bound or the model cannot be loaded. A second signal, or one while the
+    model loads, stops at once.
     """
     listener = bind(config.host, config.port)
     try:
@@ -141,7 +143,7 @@ class Server:
         self._stopping.set()
 
     async def _load(self, launch: Launch, on_ready: Callable[[str], None] | None) -> None:
-        engine = await asyncio.to_thread(launch, self.state.metrics)
+        engine = await _launched(launch, self.state.metrics)
         self._engine = engine
         while not engine.is_ready():
             if not engine.is_alive():
@@ -182,6 +184,39 @@ class Server:
             if stats is not None and (line := stats_line(before, stats, now - at)):
                 logger.info(line)
             before, at = stats, now
+
+
+def _launched(launch: Launch, observer: RequestObserver) -> asyncio.Future[AsyncEngine]:
+    """Load on a daemon thread: stopping the server does not wait for it, and an engine nobody wants is shut down."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[AsyncEngine] = loop.create_future()
+
+    def deliver(engine: AsyncEngine | None, error: Exception | None) -> None:
+        if future.cancelled():
+            if engine is not None:
+                threading.Thread(target=discard, args=(engine,), daemon=True).start()
+        elif engine is not None:
+            future.set_result(engine)
+        else:
+            future.set_exception(error or CoterieError("the engine could not be launched"))
+
+    def discard(engine: AsyncEngine) -> None:
+        asyncio.run(engine.shutdown(drain=False))
+
+    def body() -> None:
+        engine, failure = None, None
+        try:
+            engine = launch(observer)
+        except Exception as error:
+            failure = error
+        try:
+            loop.call_soon_threadsafe(deliver, engine, failure)
+        except RuntimeError:  # the loop is closed: the server has ended meanwhile
+            if engine is not None:
+                discard(engine)
+
+    threading.Thread(target=body, name="coterie-load", daemon=True).start()
+    return future
 
 
 def stats_line(before: Stats | None, now: Stats, seconds: float) -> str | None:
