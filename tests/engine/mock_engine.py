@@ -1,7 +1,7 @@
-"""An engine without weights: real scheduler, sampler and core on a runner whose logits are a function of the tokens seen.
+"""An engine without weights: real scheduler, sampler and core on a runner whose logits follow from the tokens seen.
 
-The runner keeps tokens by cache slot, so it answers rightly only if the engine's paging is right. The vocabulary is that
-of `tiny_tokenizers.byte_tokenizer`. A token in `poison` makes the runner raise, one in `rotten` makes its row NaN.
+The runner keeps tokens by cache slot, so it answers rightly only if the paging is right. The vocabulary is that of
+`tiny_tokenizers.byte_tokenizer`. A token in `poison` makes the runner raise, one in `rotten` makes its row NaN.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class MockRunner:
         return values
 
 
-def make_core(runner: MockRunner | None = None, *, blocks: int = 64, max_model_len: int = 128, **limits: Any) -> EngineCore:
+def make_core(
+    runner: MockRunner | None = None, *, blocks: int = 64, max_model_len: int = 128, **limits: Any
+) -> EngineCore:
     """A core on a mock runner, pages of 4."""
     settings = {"token_budget": 32, "max_running": 8, "max_queued": 64, "page_size": 4} | limits
     scheduler = Scheduler(SchedulerLimits(**settings), BlockPool(blocks), (EOS,))

@@ -113,7 +113,9 @@ def test_stream_and_generate_are_the_same(bench: Bench) -> None:
         assert "".join(delta.text for delta in deltas) == choice.text == ANSWER
         assert [t for delta in deltas for t in delta.token_ids] == choice.token_ids == greedy(PROMPT, 40)
         assert choice.logprobs is not None and [entry[0].token_id for entry in choice.logprobs] == choice.token_ids
-        assert [delta.finish_reason for delta in deltas] == [None] * 39 + ["length"] and choice.finish_reason == "length"
+        assert [delta.finish_reason for delta in deltas] == [None] * 39 + [
+            "length"
+        ] and choice.finish_reason == "length"
         assert whole.times is not None and whole.times.first_token is not None and whole.times.finished is not None
         assert whole.times.arrival <= whole.times.first_token <= whole.times.finished
 
@@ -158,7 +160,8 @@ def test_several_choices(bench: Bench) -> None:
         assert sum(isinstance(one, PromptInfo) for one in news) == 1 and isinstance(news[0], PromptInfo)
         assert len(news[0].prompt_logprobs or []) == len(PROMPT)
         texts = [
-            "".join(one.text for one in news if isinstance(one, ChoiceDelta) and one.index == index) for index in range(3)
+            "".join(one.text for one in news if isinstance(one, ChoiceDelta) and one.index == index)
+            for index in range(3)
         ]
         assert len(set(texts)) == 3
         again = await engine.generate(PROMPT, asked)

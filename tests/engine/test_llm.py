@@ -47,7 +47,8 @@ def test_more_prompts_than_the_queue_holds() -> None:
     llm = make_llm(None, make_core(), max_running_requests=2, max_queued_requests=1)
     outputs = llm.generate([[i] for i in range(20)], GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == [greedy([i], 20) for i in range(20)]
-    assert llm.generate([1, 2], SamplingParams(n=3, max_tokens=4, temperature=0.0))[0].outputs[2].token_ids == greedy([1, 2], 4)
+    (three,) = llm.generate([1, 2], SamplingParams(n=3, max_tokens=4, temperature=0.0))
+    assert [choice.token_ids for choice in three.outputs] == [greedy([1, 2], 4)] * 3
 
 
 def test_stop_strings_end_the_computation(tmp_path: Path) -> None:

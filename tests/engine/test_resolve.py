@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from coterie.engine.config import EngineConfig
-from coterie.engine.resolve import DEFAULT_CONTEXT, Resolved, available_memory, check_weights_fit, resolve
+from coterie.engine.resolve import DEFAULT_CONTEXT, Resolved, check_weights_fit, resolve
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec
 
@@ -86,17 +84,3 @@ def test_weights_that_do_not_fit() -> None:
         check_weights_fit(spec, EngineConfig(), spec.num_parameters * 2 - 1)
     with pytest.raises(CoterieError, match="bfloat16"):
         check_weights_fit(spec, EngineConfig(dtype="float32"), spec.num_parameters * 2)
-
-
-def test_memory_of_the_control_group(tmp_path: Path) -> None:
-    free = psutil.virtual_memory().available
-    assert available_memory(tmp_path) > free // 2
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("5\n")
-    assert available_memory(tmp_path) > free // 2
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert available_memory(tmp_path) == 995
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("700")
-    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("800")
-    assert available_memory(tmp_path) == 0

@@ -15,7 +15,8 @@ from coterie.cache.streams import PagedCache
 from coterie.comm.transport import LocalTransport
 from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
-from coterie.engine.resolve import Choice, Resolved, available_memory, check_weights_fit, resolve
+from coterie.engine.memory import available_memory
+from coterie.engine.resolve import Choice, Resolved, check_weights_fit, resolve
 from coterie.engine.runner import ModelRunner
 from coterie.engine.sampler import Sampler
 from coterie.engine.scheduler import Scheduler, SchedulerLimits

@@ -1,16 +1,13 @@
 """Resolution of an EngineConfig against a model and a machine: data types, context length, size of the cache.
 
 Every choice comes with its reason. What does not fit is refused with the numbers, before anything is allocated. Bytes
-per token are ModelSpec's. Memory is what may be had now: the least of the system's and the control groups'.
+per token are ModelSpec's, the memory that may be had is `engine/memory.py`'s.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
-
-import psutil
 
 from coterie.cache.streams import BYTES_PER_VALUE
 from coterie.engine.config import EngineConfig
@@ -22,7 +19,6 @@ DEFAULT_CONTEXT = 32_768
 """Longest context that is chosen unasked; models that promise more get it by --max-model-len."""
 
 KIND_OF_DTYPE: dict[str, WeightKind] = {"float32": "f32", "bfloat16": "bf16"}
-CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class Choice(NamedTuple):
@@ -41,26 +37,6 @@ class Resolved:
     max_model_len: int
     num_blocks: int
     report: tuple[Choice, ...]
-
-
-def available_memory(root: Path = CGROUP_ROOT) -> int:
-    """Bytes that this process may still take: the system's, or less if a control group (v2 or v1) says so."""
-    available = int(psutil.virtual_memory().available)
-    pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-    for limit_name, usage_name in pairs:
-        limit, usage = _read_number(root / limit_name), _read_number(root / usage_name)
-        if limit is not None and usage is not None:
-            available = min(available, max(0, limit - usage))
-    return available
-
-
-def _read_number(path: Path) -> int | None:
-    """A file's number; None for a missing file and for "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def check_weights_fit(spec: ModelSpec, config: EngineConfig, available: int) -> None:
