@@ -31,8 +31,8 @@ void split(const Product& p, std::vector<GemmTask>& tasks) {
   }
 }
 
-// Heads of one key head are cut so that a task stays within the kernel's limits; rows share the tile they load.
-void split_sequence(const AttentionArgs& args, const Sequences& s, std::int64_t index,
+// A task is up to kMaxTaskRows rows of a sequence and up to `head_step` heads of one key head; they share a tile.
+void split_sequence(const AttentionArgs& args, const Sequences& s, std::int64_t index, std::int64_t head_step,
                     std::vector<AttentionTask>& tasks) {
   const std::int64_t begin = s.query_start[index], end = s.query_start[index + 1];
   const std::int64_t per_group = args.heads / args.groups;
@@ -40,8 +40,8 @@ void split_sequence(const AttentionArgs& args, const Sequences& s, std::int64_t 
     const std::int64_t position = s.blocks ? s.positions[row] : row - begin;
     const std::int64_t rows = std::min(kMaxTaskRows, end - row);
     for (std::int64_t group = 0; group < args.groups; ++group) {
-      for (std::int64_t head = 0; head < per_group; head += kMaxTaskHeads) {
-        tasks.push_back({row, rows, position, group * per_group + head, std::min(kMaxTaskHeads, per_group - head),
+      for (std::int64_t head = 0; head < per_group; head += head_step) {
+        tasks.push_back({row, rows, position, group * per_group + head, std::min(head_step, per_group - head),
                          s.blocks ? s.blocks + index * s.stride : nullptr, begin});
       }
     }
@@ -106,8 +106,13 @@ void Device::head_rows(const HeadArgs& args, std::int64_t rows) {
 }
 
 void Device::attend(const AttentionArgs& args, const Sequences& sequences) {
+  // Few tasks (one stream of MLA) are cut finer, so that every thread has heads to work on.
   std::vector<AttentionTask> tasks;
-  for (std::int64_t i = 0; i < sequences.count; ++i) split_sequence(args, sequences, i, tasks);
+  for (const std::int64_t head_step : {kMaxTaskHeads, kMaxTaskHeads / 4}) {
+    tasks.clear();
+    for (std::int64_t i = 0; i < sequences.count; ++i) split_sequence(args, sequences, i, head_step, tasks);
+    if (static_cast<std::int64_t>(tasks.size()) >= 2 * threads()) break;
+  }
   std::int64_t cost = 0;
   for (const AttentionTask& task : tasks) {
     cost += task.rows * task.heads * (task.first_position + task.rows) * (args.key_dim + args.value_dim);
