@@ -26,8 +26,7 @@ def test_a_unigram_of_order_one_is_the_interpolated_count() -> None:
 def test_bigrams_by_hand() -> None:
     # "abab" + "ac": order 2 counts ab 2, ba 2, ac 1; continuation counts a 1 (after b), b 1, c 1
     model = KneserNey(np.array([0, 1, 0, 1, 0, 2], np.uint8), 3, order=2)
-    d1, d2 = 0.0, 0.95  # n1 = 1, n2 = 2, n3 = n4 floored at 1: y = 1/5; D1 = 1 - 2/5 * 2/1 -> 0.2; D2 = 2 - 3/5 * 1/2 = 1.7
-    y = 1 / 5
+    y = 1 / (1 + 2 * 2)  # one bigram seen once, two seen twice; n3 and n4 are floored at 1
     d1, d2 = 1 - 2 * y * 2 / 1, 2 - 3 * y * 1 / 2
     unigram = 1 / 3
     expected = (2 - d2 + (d1 + d2) * unigram) / 3

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.train.tiny import write_recipe
 from tokenizers import Tokenizer
 
 from coterie.spec.errors import CoterieError
@@ -15,7 +16,6 @@ from coterie.train.config import RecipeError, Source, Stage, load_recipe, model_
 from coterie.train.data import Batches, choose_held_out, prepare, stage_length
 from coterie.train.sources import Document, cut_pieces, read_source, strip_html, strip_wikitext
 from coterie.train.tokenizer import ASSISTANT, BOS, EOS, SPECIAL_TOKENS, USER, encode, train_tokenizer
-from tests.train.tiny import write_recipe
 
 TOKENIZER: Tokenizer = train_tokenizer(["the quick brown fox " * 50, "Тест 测试\n    return 42\n" * 50], 300)
 
@@ -122,7 +122,7 @@ def test_recipes_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     good = file.read_text()
     for old, new, message in (
         ("tokens_per_step = 256", "tokens_per_step = 250", "multiple"),
-        ("max_positions = 128", "max_positions = 48", "exceeds max_positions"),
+        ("max_positions = 192", "max_positions = 48", "exceeds max_positions"),
         ("dense_layers = 1", "dense_layers = 3", "dense_layers"),
         ("hidden_size = 32", 'hidden_size = "x"', "hidden_size"),
         ('register = "code"', 'register = "verse"', "named once"),

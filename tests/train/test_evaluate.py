@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from tests.train.tiny import write_recipe
 
 from coterie.cli.train import train as train_command
 from coterie.train.config import load_recipe
@@ -18,7 +19,6 @@ from coterie.train.evaluate import evaluate, windows_of
 from coterie.train.optimizer import is_matrix, orthogonalise
 from coterie.train.tokenizer import BOS
 from coterie.train.trainer import Trainer
-from tests.train.tiny import write_recipe
 
 torch.set_num_threads(1)
 
@@ -37,9 +37,13 @@ def test_a_model_without_opinion_pays_log_vocabulary(tmp_path: Path) -> None:
     corpus = prepare(recipe, tmp_path / "data", tmp_path)
     trainer = Trainer(recipe, corpus)
     trainer.weights["norm"].data.zero_()
-    for result, register in zip(evaluate(trainer.spec, trainer.weights, corpus.registers, 32), corpus.registers, strict=True):
+    for result, register in zip(
+        evaluate(trainer.spec, trainer.weights, corpus.registers, 32), corpus.registers, strict=True
+    ):
         assert result.nats_per_token == pytest.approx(math.log(320), rel=1e-5)
-        assert result.bits_per_byte == pytest.approx(math.log2(320) * len(register.held) / register.held_bytes, rel=1e-5)
+        assert result.bits_per_byte == pytest.approx(
+            math.log2(320) * len(register.held) / register.held_bytes, rel=1e-5
+        )
         rows, _ = windows_of(register.held, 32)
         assert [sum(layer) for layer in result.expert_counts] == [2 * rows[:, 1:].size] * 3
 
@@ -66,7 +70,14 @@ def test_the_command_makes_a_model_folder_and_resumes(tmp_path: Path) -> None:
     done = runner.invoke(train_command, [recipe, "--out", str(out), "--tokens", "1024"])
     assert done.exit_code == 0, done.output
     names = {file.name for file in (out / "model").iterdir()}
-    assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md", "loss.png"}
+    assert names >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+        "loss.png",
+    }
     card = (out / "model" / "README.md").read_text()
     figures = json.loads((out / "evaluation.json").read_text())
     for name in ("verse", "code"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.train.tiny import write_recipe
 
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.reference import ReferenceKernels
@@ -19,7 +20,6 @@ from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec, Rop
 from coterie.train.config import load_recipe, model_spec
 from coterie.train.kernels import TrainKernels
 from coterie.train.model import new_weights
-from tests.train.tiny import write_recipe
 
 torch.set_num_threads(1)
 

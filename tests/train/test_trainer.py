@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.train.tiny import write_recipe
 
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.reference import ReferenceKernels
@@ -22,7 +23,6 @@ from coterie.train.evaluate import rounded
 from coterie.train.model import LanguageModel, routed_layers
 from coterie.train.run import Paths, export, planned_steps, train
 from coterie.train.trainer import Trainer, rates_at
-from tests.train.tiny import write_recipe
 
 torch.set_num_threads(1)
 

@@ -26,7 +26,7 @@ shared_experts = 1
 routed_scale = 1.5
 mtp_depths = 1
 rope_theta = 10000.0
-max_positions = 128
+max_positions = 192
 tie_embeddings = {tied}
 [schedule]
 tokens = 7680
@@ -66,7 +66,9 @@ member = "code"
 licence = "ours"
 """
 
-VERSE = "the owl of night and the lark of day sat in a tree and {0} songs had they\nand {1} more they sang to the moon\n"
+VERSE = (
+    "the owl of night and the lark of day sat in a tree and {0} songs had they\nand {1} more they sang to the moon\n"
+)
 CODE = "def area_{0}(width, height):\n    total = width * height + {1}\n    return total\n\n"
 
 

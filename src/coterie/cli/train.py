@@ -1,4 +1,4 @@
-"""`coterie train RECIPE --out DIR`: prepare the text, train, evaluate, export; `coterie train prepare RECIPE` only fetches.
+"""`coterie train RECIPE --out DIR`: prepare the text, train, evaluate, export; `train prepare RECIPE` only fetches.
 
 The process restarts itself once with allocator settings that keep freed memory and use huge pages: glibc reads them at
 start only, and a training step is almost twice as fast with them.
@@ -119,12 +119,16 @@ def _train_with_bar(trainer: object, paths: object, minutes: float | None, conso
         def show(point: Point, now: RunState) -> None:
             recent = now.history[-20:]
             speed = len(recent) / sum(1 / p.tokens_per_second for p in recent)
-            loss, mtp = (sum(values) / len(recent) for values in zip(*((p.loss, p.mtp_loss) for p in recent), strict=True))
+            loss, mtp = (
+                sum(values) / len(recent) for values in zip(*((p.loss, p.mtp_loss) for p in recent), strict=True)
+            )
             bar.update(
                 task, total=now.total_steps * per_step, completed=now.step * per_step, speed=speed, loss=loss, mtp=mtp
             )
             if not console.is_terminal and now.step % 50 == 0:
-                console.print(f"step {now.step} of {now.total_steps}: loss {loss:.4f}, MTP {mtp:.4f}, {speed:,.0f} tok/s")
+                console.print(
+                    f"step {now.step} of {now.total_steps}: loss {loss:.4f}, MTP {mtp:.4f}, {speed:,.0f} tok/s"
+                )
 
         run_training(trainer, paths, minutes, show)
 

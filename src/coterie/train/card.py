@@ -43,10 +43,10 @@ tags: [mixture-of-experts, deepseek_v3, multi-token-prediction]
 ---
 # {recipe.name}
 
-A small DeepSeek-V3-style Mixture-of-Experts model that exercises every part of a large one: multi-head latent attention
-(latent {shape.kv_lora_rank} + {shape.rope_dim} rope, {shape.num_heads} heads), {shape.dense_layers} dense layer then
-{shape.num_layers - shape.dense_layers} layers of {shape.num_experts} routed experts (top {shape.experts_per_token}, width
-{shape.expert_width}) and {shape.shared_experts} shared one, sigmoid scores with the auxiliary-loss-free correction bias,
+A small DeepSeek-V3-style Mixture-of-Experts model that exercises every part of a large one: multi-head latent
+attention (latent {shape.kv_lora_rank} + {shape.rope_dim} rope, {shape.num_heads} heads), {shape.dense_layers} dense
+layer then {shape.num_layers - shape.dense_layers} layers of {shape.num_experts} routed experts (top
+{shape.experts_per_token}, width {shape.expert_width}) and {shape.shared_experts} shared one, sigmoid scores with the auxiliary-loss-free correction bias,
 one multi-token-prediction block, a byte-level BPE of {shape.vocab_size} tokens. It is for trying and testing a serving
 system. It continues text in the style of what it has read; it knows no facts and follows no instructions.
 
@@ -66,8 +66,8 @@ def _bits(facts: CardFacts) -> str:
         "Lower is better. Whole held-out text, windows of "
         f"{facts.window} tokens with half a window of context at least, weights as shipped, `<|eos|>` between documents "
         "counted. `xz` is `xz -9e` of the held-out text alone, and after the register's training text; 5-gram is "
-        "interpolated modified Kneser-Ney on the register's training text, over bytes and over this model's tokens. MTP: "
-        "how often the prediction block names the model's own next greedy token (acceptance of one drafted token).",
+        "interpolated modified Kneser-Ney on the register's training text, over bytes and over this model's tokens. "
+        "MTP: how often the prediction block names the model's own next greedy token (acceptance of one drafted token).",
         "",
         "| register | model | xz -9e | xz after training text | 5-gram bytes | 5-gram tokens | MTP |",
         "|---|---|---|---|---|---|---|",
@@ -85,9 +85,9 @@ def _registers(corpus: Corpus) -> str:
     lines = [
         "## Data",
         "",
-        "Held-out documents are disjoint from training documents; a page that exists in several languages is held out in "
-        "all of them. Part of the training text is repeated as conversations (a few lines from the user, continued by the "
-        "assistant). Licences and sources: `NOTICE`.",
+        "Held-out documents are disjoint from training documents; a page that exists in several languages is held out "
+        "in all of them. Part of the training text is repeated as conversations (a few lines from the user, continued "
+        "by the assistant). Licences and sources: `NOTICE`.",
         "",
         "| register | training bytes | tokens | held-out bytes | licence |",
         "|---|---|---|---|---|",
@@ -135,8 +135,8 @@ def _sparkline(counts: Sequence[int]) -> str:
 def _end(recipe: Recipe) -> str:
     return f"""## Chat form
 
-`<|bos|>` then `<|user|>question<|assistant|>answer<|eos|>` for each turn; the template is in `tokenizer_config.json`. The
-assistant continues the user's lines as a text would go on.
+`<|bos|>` then `<|user|>question<|assistant|>answer<|eos|>` for each turn; the template is in `tokenizer_config.json`.
+The assistant continues the user's lines as a text would go on.
 
 ## Training
 
@@ -144,5 +144,5 @@ Muon for matrices and AdamW for the rest (rates {recipe.optimiser.muon_rate:g} a
 learning rate to zero along a line after {recipe.schedule.stable:.0%} of the run, sequences of
 {", ".join(str(stage.length) for stage in recipe.schedule.stages)} tokens in turn, correction-bias speed
 {recipe.schedule.bias_speed:g} to {recipe.schedule.bias_speed_final:g}, sequence-wise balance loss
-{recipe.schedule.sequence_balance:g}, MTP loss weight {recipe.schedule.mtp_weight:g} to {recipe.schedule.mtp_weight_final:g}.
-The loss curve is in `loss.png`."""
+{recipe.schedule.sequence_balance:g}, MTP loss weight {recipe.schedule.mtp_weight:g} to
+{recipe.schedule.mtp_weight_final:g}. The loss curve is in `loss.png`."""

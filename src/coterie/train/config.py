@@ -23,7 +23,7 @@ class RecipeError(CoterieError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A DeepSeek-V3-style model. `q_lora_rank` 0: one query projection. The first `dense_layers` layers do not route."""
+    """A DeepSeek-V3-style model. `q_lora_rank` 0: one query projection. The first `dense_layers` do not route."""
 
     vocab_size: int
     hidden_size: int

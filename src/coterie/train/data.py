@@ -1,4 +1,4 @@
-"""Prepared text: documents split into training and held-out, tokenised once and kept in a folder; batches by step number.
+"""Prepared text: documents split into training and held-out, tokenised once and kept in a folder; batches by step.
 
 The held-out documents of a package are chosen by a hash of their name, so that a page is held out in all its languages.
 A batch is a pure function of (seed, step, plan): a resumed run needs no sampler state. Folder: `tokenizer.json`,
@@ -71,7 +71,9 @@ def prepare(recipe: Recipe, folder: Path, recipe_folder: Path, progress: Progres
         documents[source] = read_source(source, folder / "packages", recipe_folder)
     held_names = choose_held_out(documents, recipe.data.held_out)
     progress("training the tokenizer")
-    train = {s: [d for d in docs if (s.package or s.register, d.name) not in held_names] for s, docs in documents.items()}
+    train = {
+        s: [d for d in docs if (s.package or s.register, d.name) not in held_names] for s, docs in documents.items()
+    }
     share = recipe.data.tokenizer_bytes // len(documents)
     tokenizer = train_tokenizer(_samples(list(train.values()), share), recipe.model.vocab_size)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -149,7 +151,12 @@ def _write_part(stem: Path, documents: Sequence[Document], tokenizer: Tokenizer)
     np.save(f"{stem}.npy", np.array(ids, np.uint16))
     data = "".join(document.text for document in documents).encode()
     Path(f"{stem}.txt").write_bytes(data)
-    return {"documents": len(documents), "bytes": len(data), "tokens": len(ids), "sha256": hashlib.sha256(data).hexdigest()}
+    return {
+        "documents": len(documents),
+        "bytes": len(data),
+        "tokens": len(ids),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
 
 
 def _conversations(documents: Sequence[Document], recipe: Recipe, tokenizer: Tokenizer) -> Tokens:

@@ -26,7 +26,7 @@ ROWS = 8192
 
 @dataclass(frozen=True, slots=True)
 class RegisterResult:
-    """One register: model bits per byte, MTP agreement with the model's own greedy token, tokens per (layer, expert)."""
+    """One register: bits per byte, MTP agreement with the model's own greedy token, tokens per (layer, expert)."""
 
     name: str
     bits_per_byte: float

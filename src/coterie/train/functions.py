@@ -1,4 +1,4 @@
-"""Differentiable pieces of a training step that plain autograd makes slow on a CPU: norms, attention, experts, combine, loss.
+"""Differentiable pieces of a training step that plain autograd makes slow on a CPU: norms, attention, experts, loss.
 
 Each is one `torch.autograd.Function` with a hand-written backward, checked against plain autograd in the tests. They
 compute in the dtype of their activations (bfloat16 in training, float32 when testing) with float32 statistics.
@@ -50,8 +50,9 @@ class Norm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Any:  # type: ignore[override]
-        grad_x, grad_weight = _norm_backward(*ctx.saved_tensors, grad)
+    def backward(ctx: Context, grad: Tensor) -> Any:
+        x, rstd, weight = ctx.saved_tensors
+        grad_x, grad_weight = _norm_backward(x, rstd, weight, grad)
         return grad_x.to(ctx.dtype), grad_weight, None, None
 
 
@@ -69,8 +70,9 @@ class AddNorm(torch.autograd.Function):
         return out, total
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor, grad_total: Tensor | None) -> Any:  # type: ignore[override]
-        grad_x, grad_weight = _norm_backward(*ctx.saved_tensors, grad)
+    def backward(ctx: Context, grad: Tensor, grad_total: Tensor | None) -> Any:
+        x, rstd, weight = ctx.saved_tensors
+        grad_x, grad_weight = _norm_backward(x, rstd, weight, grad)
         if grad_total is not None:
             grad_x += grad_total
         delta_type, residual_type = ctx.dtypes
@@ -104,7 +106,7 @@ class LatentAttend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> Any:
         query, rows, out, *kept = ctx.saved_tensors
         batch, length, heads, width = query.shape
         rank = ctx.rank
@@ -148,7 +150,7 @@ class GroupedExperts(torch.autograd.Function):
         return _per_expert(active, down_c.transpose(1, 2), counts)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> Any:
         rows, gate_up, down, hidden, active = ctx.saved_tensors
         counts, inner = ctx.counts, hidden.shape[1] // 2
         gate, up = hidden[:, :inner], hidden[:, inner:]
@@ -196,7 +198,7 @@ class Gather(torch.autograd.Function):
         return x.index_select(0, token)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> Any:
         (position,) = ctx.saved_tensors
         return F.embedding_bag(position, grad.contiguous(), mode="sum"), None, None
 
@@ -211,7 +213,7 @@ class Combine(torch.autograd.Function):
         return F.embedding_bag(position, rows, mode="sum", per_sample_weights=narrow)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> Any:
         rows, position, weights = ctx.saved_tensors
         flat = position.reshape(-1)
         pair = torch.empty_like(flat)
@@ -223,7 +225,7 @@ class Combine(torch.autograd.Function):
 
 
 class HeadLoss(torch.autograd.Function):
-    """Sum of cross entropies of hidden [T, H] against targets [T] through the head [vocab, H], a block of rows at a time.
+    """Sum of cross entropies of hidden [T, H] against targets [T] through the head [vocab, H], by blocks of rows.
 
     Gradients are made in the forward pass, while a block's logits exist.
     """
@@ -247,7 +249,7 @@ class HeadLoss(torch.autograd.Function):
         return total.float()
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> Any:
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grad, grad_head * grad, None
 
@@ -261,5 +263,5 @@ class AttachLoss(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> Any:
         return grad, grad.new_full((), ctx.weight), None

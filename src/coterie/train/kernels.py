@@ -98,7 +98,14 @@ class TrainKernels:
         return torch.bmm(x.transpose(0, 1), weight.to(self.compute).transpose(1, 2)).transpose(0, 1)
 
     def mla_inputs(
-        self, query: Tensor, kv: Tensor, w_uk: Parameter, norm_weight: Tensor, table: Tensor, positions: Tensor, spec: AttentionSpec
+        self,
+        query: Tensor,
+        kv: Tensor,
+        w_uk: Parameter,
+        norm_weight: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor]:
         rank, nope = spec.kv_lora_rank, spec.qk_nope_head_dim
         angles = table[positions].to(self.compute)
@@ -130,7 +137,9 @@ class TrainKernels:
             turned.append(torch.cat([rotated, heads[..., dim:]], 2))
         return turned[0], turned[1].reshape(key.shape)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor | None, batch: Prepared, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor | None, batch: Prepared, spec: AttentionSpec
+    ) -> Tensor:
         starts = batch.host.query_start
         lengths = starts[1:] - starts[:-1]
         if len(lengths) and (lengths == lengths[0]).all():
@@ -142,7 +151,9 @@ class TrainKernels:
         width = spec.kv_lora_rank if values is None else spec.v_head_dim
         return torch.cat(parts) if parts else query.new_zeros(0, spec.num_heads, width)
 
-    def _attend_equal(self, query: Tensor, keys: Tensor, values: Tensor | None, count: int, spec: AttentionSpec) -> Tensor:
+    def _attend_equal(
+        self, query: Tensor, keys: Tensor, values: Tensor | None, count: int, spec: AttentionSpec
+    ) -> Tensor:
         query = query.reshape(count, -1, spec.num_heads, query.shape[2])
         if values is None:
             rows = keys.reshape(count, -1, keys.shape[1])
@@ -192,7 +203,9 @@ class TrainKernels:
         ranks, experts = received.shape
         label = np.repeat(np.tile(np.arange(experts), ranks), received.reshape(-1))
         order = np.argsort(label, kind="stable")
-        return Regrouped(torch.from_numpy(order), torch.from_numpy(np.argsort(order)), torch.from_numpy(received.sum(0)))
+        return Regrouped(
+            torch.from_numpy(order), torch.from_numpy(np.argsort(order)), torch.from_numpy(received.sum(0))
+        )
 
     def concat(self, parts: list[Tensor]) -> Tensor:
         return torch.cat(parts)

@@ -63,10 +63,10 @@ class Optimizer:
     def clip(self) -> float:
         """Scale all gradients so that their global norm is at most `plan.clip`; return the norm before."""
         grads = [value.grad for value in self.parameters.values() if value.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))  # type: ignore[attr-defined]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         scale = self.plan.clip / (float(norm) + 1e-6)
         if scale < 1:
-            torch._foreach_mul_(grads, scale)  # type: ignore[attr-defined]
+            torch._foreach_mul_(grads, scale)
         return float(norm)
 
     def step(self, number: int, rate: float) -> None:

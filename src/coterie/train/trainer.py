@@ -84,7 +84,9 @@ class Trainer:
         loss, mtp_loss = float(losses.main.detach()), float(losses.mtp.detach())
         norm = self.optimizer.clip()
         if not math.isfinite(loss + mtp_loss + norm):
-            raise TrainingError(f"step {state.step}: loss {loss}, MTP loss {mtp_loss}, gradient norm {norm}; lower the rates")
+            raise TrainingError(
+                f"step {state.step}: loss {loss}, MTP loss {mtp_loss}, gradient norm {norm}; lower the rates"
+            )
         self.optimizer.step(state.step + 1, rates.learning)
         imbalance = self._balance(rates.bias_speed)
         seconds = perf_counter() - begun
