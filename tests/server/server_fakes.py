@@ -10,16 +10,21 @@ import contextlib
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from coterie.engine.admission import Door
 from coterie.engine.config import EngineConfig
 from coterie.engine.errors import EngineBusy
 from coterie.engine.messages import SamplingParams, Stats, TokenLogprob
 from coterie.engine.output import ChoiceDelta, PromptInfo
+from coterie.engine.tokenizer import BYTE_ALPHABET
 from coterie.observe.requests import RequestObserver
 from coterie.server.app import create_app
 from coterie.server.config import ServerConfig
@@ -114,13 +119,17 @@ class MockEngine:
         self._door = Door(vocab_size=VOCAB, max_model_len=CONTEXT, max_running=8, max_queued=8, has_text=True)
 
     def stream(self, prompt: list[int], params: SamplingParams, *, request_id: str | None = None) -> MockStream:
+        assert request_id is not None and request_id not in self.started
+        return MockStream(self, request_id, prompt, params)
+
+    def start(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[Item]:
+        """What the door lets in gets its script."""
         params = self._door.check(prompt, params)
         if len(self.started) - len(self.finished) - len(self.aborted) >= self.max_open:
             raise EngineBusy("the queue is full", retry_after=3)
-        assert request_id is not None and request_id not in self.started
         self.started.append(request_id)
         self.asked.append((prompt, params))
-        return MockStream(self, request_id, self.script(prompt, params))
+        return list(self.script(prompt, params))
 
     def is_ready(self) -> bool:
         return self.ready
@@ -136,16 +145,19 @@ class MockEngine:
 
 
 class MockStream:
-    """Yields a script's items: floats are pauses, HANG never ends, exceptions are raised."""
+    """Yields a script's items: floats are pauses, HANG never ends, exceptions are raised. The first one starts it."""
 
-    def __init__(self, engine: MockEngine, request_id: str, items: list[Item]) -> None:
-        self._engine, self._id, self._items = engine, request_id, list(items)
+    def __init__(self, engine: MockEngine, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        self._engine, self._id, self._prompt, self._params = engine, request_id, prompt, params
+        self._items: list[Item] | None = None
         self._closed = False
 
     def __aiter__(self) -> MockStream:
         return self
 
     async def __anext__(self) -> PromptInfo | ChoiceDelta:
+        if self._items is None:
+            self._items = self._engine.start(self._id, self._prompt, self._params)
         while self._items:
             item = self._items.pop(0)
             if isinstance(item, Exception):
@@ -162,7 +174,7 @@ class MockStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        if not self._closed:
+        if self._items is not None and not self._closed:
             self._end(self._engine.aborted)
 
     def _end(self, where: list[str]) -> None:
@@ -278,3 +290,28 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
             return True
         pause.wait(0.01)
     return condition()
+
+
+TINY = {
+    "model_type": "deepseek_v3", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48,
+    "moe_intermediate_size": 16, "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2,
+    "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    "bos_token_id": 256, "eos_token_id": 257, "torch_dtype": "float32",
+}  # fmt: skip
+"""A DeepSeek-V3-style model of a few thousand weights, with the vocabulary of `tiny_folder`'s tokenizer."""
+
+
+def tiny_folder(folder: Path) -> Path:
+    """A model folder without weights: every byte a token, 256 `<s>`, 257 `</s>`, and `TEMPLATE`."""
+    tokenizer = Tokenizer(BPE(vocab=dict(BYTE_ALPHABET), merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rules = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(rules))
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder

@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie import __version__
-from coterie.engine.errors import InvalidRequest
 from coterie.engine.output import ChoiceDelta
 from coterie.server.answers import (
     ChatChunk,
@@ -38,7 +37,6 @@ from coterie.server.errors import (
     ClientGone,
     Fault,
     as_api_error,
-    bad_request,
     error_response,
     internal_error,
 )
@@ -218,9 +216,9 @@ def _completion_endpoint(
         decoded = decoder.decode(await read_body(request, state.body_limits))
         model.check_name(decoded.model)
         call = await prepare(state, model, decoded)
-        generation = state.begin(model, call.jobs)
+        generation = state.begin(model, call.jobs, call.names)
         try:
-            _start(generation, call, request)
+            generation.start(request.receive)
             if decoded.stream:
                 first = await _first_news(generation, state.config.sse_ping_seconds)
                 return EventStream(generation, call.writer(), first, state.config.sse_ping_seconds)
@@ -233,14 +231,6 @@ def _completion_endpoint(
         return answer
 
     return _guarded(handler)
-
-
-def _start(generation: Generation, call: Call, request: Request) -> None:
-    """Start a call; what the engine refuses at its door is told in the client's field names."""
-    try:
-        generation.start(request.receive)
-    except InvalidRequest as error:
-        raise bad_request(str(error), param=call.names.get(error.param, error.param)) from error
 
 
 async def _first_news(generation: Generation, patience: float) -> list[Event]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.types import Receive
 
+from coterie.engine.errors import InvalidRequest
 from coterie.engine.messages import SamplingParams
 from coterie.engine.output import ChoiceDelta, PromptInfo
-from coterie.server.errors import ApiError, ClientGone, as_api_error, internal_error, unavailable
+from coterie.server.errors import ApiError, ClientGone, as_api_error, bad_request, internal_error, unavailable
 
 if TYPE_CHECKING:
     from coterie.engine.frontend import AsyncEngine, RequestStream
@@ -51,13 +52,21 @@ class _Ended:
 
 
 class Generation:
-    """Runs jobs on an engine. Use: `start`, then `next_events` until it returns None, and always `close`."""
+    """Runs jobs on an engine. Use: `start`, then `next_events` until it returns None, and always `close`.
+
+    names: what the client calls the engine's fields, where they differ. on_close: told when it is over.
+    """
 
     def __init__(
-        self, engine: AsyncEngine, jobs: Sequence[PromptJob], on_close: Callable[[Generation], None] | None = None
+        self,
+        engine: AsyncEngine,
+        jobs: Sequence[PromptJob],
+        names: Mapping[str, str],
+        on_close: Callable[[Generation], None],
     ) -> None:
         self.jobs = tuple(jobs)
         self._engine = engine
+        self._names = names
         self._on_close = on_close
         self._queue: asyncio.Queue[Event | _Ended] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -66,7 +75,7 @@ class Generation:
         self._failure: Exception | None = None
 
     def start(self, receive: Receive) -> None:
-        """Hand every job to the engine and begin to watch the connection. Raises what the engine says at its door."""
+        """Begin to read every job's news, which starts it, and to watch the connection."""
         for job in self.jobs:
             self._streams.append(self._engine.stream(job.token_ids, job.params, request_id=job.request_id))
         self._tasks = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(self._streams)]
@@ -106,8 +115,7 @@ class Generation:
 
     async def close(self) -> None:
         """Abort what still runs and let go of the connection. Idempotent."""
-        if self._on_close is not None:
-            self._on_close(self)
+        self._on_close(self)
         # A closed stream aborts what has not finished; one that has is left alone by the engine.
         streams, self._streams = self._streams, []
         for stream in streams:
@@ -126,6 +134,8 @@ class Generation:
                     error = failure
                     break
                 self._queue.put_nowait(Event(index, value))
+        except InvalidRequest as refused:
+            error = bad_request(str(refused), param=self._names.get(refused.param, refused.param))
         except Exception as raised:
             error = as_api_error(raised)
             if error is None:

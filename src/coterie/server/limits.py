@@ -115,8 +115,6 @@ def json_depth(body: bytes) -> int:
 
     Exact for valid JSON; for anything else it is some number, and the decoder refuses the text afterwards.
     """
-    if body.count(b"[") + body.count(b"{") <= 1:
-        return body.count(b"[") + body.count(b"{")
     text = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     marks = np.frombuffer(text.translate(None, _DROPPED), np.uint8)
     if not len(marks):

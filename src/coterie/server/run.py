@@ -36,6 +36,9 @@ Launch = Callable[["RequestObserver"], "AsyncEngine"]
 _LAST_WORDS_SECONDS = 2.0
 """Time for error events to reach clients when running requests are ended."""
 
+_KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection is kept: longer than the pools of usual clients and proxies keep theirs."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -105,6 +108,7 @@ class Server:
                 server_header=False,
                 lifespan="off",
                 ws="none",
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=round(config.shutdown_seconds + 2 * _LAST_WORDS_SECONDS) + 1,
             )
         )

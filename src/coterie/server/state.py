@@ -23,7 +23,7 @@ from coterie.server.templates import ChatTemplate, TemplateLimits
 from coterie.spec.errors import CoterieError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from coterie.engine.frontend import AsyncEngine
     from coterie.engine.tokenizer import Tokenizer
@@ -101,9 +101,9 @@ class ServerState:
             raise unavailable("the model is still loading", retry_after=5, code="loading")
         return self._model
 
-    def begin(self, model: ServedModel, jobs: Sequence[PromptJob]) -> Generation:
+    def begin(self, model: ServedModel, jobs: Sequence[PromptJob], names: Mapping[str, str]) -> Generation:
         """A generation for a request, not started; its `close` must follow."""
-        generation = Generation(model.engine, jobs, self._running.discard)
+        generation = Generation(model.engine, jobs, names, self._running.discard)
         self._running.add(generation)
         return generation
 
