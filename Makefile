@@ -18,6 +18,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: serve test test-fast test-slow lint wheel clean
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 
 serve: $(STAMPS)/core
 	@$(BIN)/coterie serve $(MODEL) --host $(HOST) --port $(PORT) $(SERVE_ARGS)
