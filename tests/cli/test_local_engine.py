@@ -180,3 +180,15 @@ def test_interrupt_of_generate_ends_the_program(engine, capsys):
     engine.interrupt_answer = 1
     assert run(["generate", "--prompt", "a"]) == 130
     assert capsys.readouterr().err.strip().endswith("error: interrupted")
+
+
+def test_interrupt_at_the_prompt_leaves_without_an_error(engine, monkeypatch, capsys):
+    def interrupted(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr("builtins.input", interrupted)
+    assert run(["chat"]) == 0
+    assert "error" not in capsys.readouterr().err

@@ -127,5 +127,6 @@ def read_turn(*, interactive: bool) -> str | None:
         import readline  # noqa: F401  (line editing and history for input())
     try:
         return input("> ").strip()
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
+        click.echo(err=True)
         return None
