@@ -46,9 +46,10 @@ tags: [mixture-of-experts, deepseek_v3, multi-token-prediction]
 A small DeepSeek-V3-style Mixture-of-Experts model that exercises every part of a large one: multi-head latent
 attention (latent {shape.kv_lora_rank} + {shape.rope_dim} rope, {shape.num_heads} heads), {shape.dense_layers} dense
 layer then {shape.num_layers - shape.dense_layers} layers of {shape.num_experts} routed experts (top
-{shape.experts_per_token}, width {shape.expert_width}) and {shape.shared_experts} shared one, sigmoid scores with the auxiliary-loss-free correction bias,
-one multi-token-prediction block, a byte-level BPE of {shape.vocab_size} tokens. It is for trying and testing a serving
-system. It continues text in the style of what it has read; it knows no facts and follows no instructions.
+{shape.experts_per_token}, width {shape.expert_width}) and {shape.shared_experts} shared one, sigmoid scores with the
+auxiliary-loss-free correction bias, one multi-token-prediction block, a byte-level BPE of {shape.vocab_size} tokens. It
+is for trying and testing a serving system. It continues text in the style of what it has read; it knows no facts and
+follows no instructions.
 
 - Parameters: {spec.num_parameters:,} and {spec.num_mtp_parameters:,} in the prediction block;
   {spec.num_active_parameters:,} are active per token. Weights: bfloat16, routers and biases float32.
@@ -64,10 +65,10 @@ def _bits(facts: CardFacts) -> str:
         "## Bits per byte on held-out text",
         "",
         "Lower is better. Whole held-out text, windows of "
-        f"{facts.window} tokens with half a window of context at least, weights as shipped, `<|eos|>` between documents "
-        "counted. `xz` is `xz -9e` of the held-out text alone, and after the register's training text; 5-gram is "
-        "interpolated modified Kneser-Ney on the register's training text, over bytes and over this model's tokens. "
-        "MTP: how often the prediction block names the model's own next greedy token (acceptance of one drafted token).",
+        f"{facts.window} tokens with half a window of context at least, weights as shipped, `<|eos|>` between "
+        "documents counted. `xz` is `xz -9e` of the held-out text alone, and after the register's training text; 5-gram "
+        "is interpolated modified Kneser-Ney on the register's training text, over bytes and over this model's tokens. "
+        "MTP: how often the prediction block names the model's own next greedy token (the acceptance of one draft).",
         "",
         "| register | model | xz -9e | xz after training text | 5-gram bytes | 5-gram tokens | MTP |",
         "|---|---|---|---|---|---|---|",

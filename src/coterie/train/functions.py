@@ -112,7 +112,7 @@ class LatentAttend(torch.autograd.Function):
         rank = ctx.rank
         grad_query = torch.empty_like(query)
         grad_rows = torch.zeros(rows.shape, dtype=torch.float32)
-        inner = (grad.float() * out).sum(3).to(query.dtype)
+        inner = (grad * out).float().sum(3).to(query.dtype)
         for number, probability in enumerate(kept):
             first = number * ATTENTION_BLOCK
             last = min(first + ATTENTION_BLOCK, length)
@@ -144,7 +144,7 @@ class GroupedExperts(torch.autograd.Function):
         gate_up_c, down_c = gate_up.to(rows.dtype), down.to(rows.dtype)
         hidden = _per_expert(rows, gate_up_c.transpose(1, 2), counts)
         inner = hidden.shape[1] // 2
-        active = F.silu(hidden[:, :inner]).mul_(hidden[:, inner:])
+        active = F.silu(hidden[:, :inner].contiguous()).mul_(hidden[:, inner:])
         ctx.save_for_backward(rows, gate_up_c, down_c, hidden, active)
         ctx.counts = counts
         return _per_expert(active, down_c.transpose(1, 2), counts)
@@ -153,13 +153,14 @@ class GroupedExperts(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> Any:
         rows, gate_up, down, hidden, active = ctx.saved_tensors
         counts, inner = ctx.counts, hidden.shape[1] // 2
-        gate, up = hidden[:, :inner], hidden[:, inner:]
+        gate, up = hidden[:, :inner].contiguous(), hidden[:, inner:]
         grad = grad.contiguous()
         grad_active = _per_expert(grad, down, counts)
         grad_hidden = torch.empty_like(hidden)
-        torch.mul(grad_active, F.silu(gate), out=grad_hidden[:, inner:])
-        sigmoid = torch.sigmoid(gate)
-        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        sigmoid = torch.sigmoid(gate)  # on contiguous rows: torch vectorises strided bfloat16 badly
+        active_gate = sigmoid * gate
+        torch.mul(grad_active, active_gate, out=grad_hidden[:, inner:])
+        slope = sigmoid + active_gate * (1 - sigmoid)
         torch.mul(grad_active.mul_(up), slope, out=grad_hidden[:, :inner])
         grad_rows = _per_expert(grad_hidden, gate_up, counts)
         grad_gate_up = torch.zeros(gate_up.shape, dtype=torch.float32)
@@ -219,7 +220,7 @@ class Combine(torch.autograd.Function):
         pair = torch.empty_like(flat)
         pair[flat] = torch.arange(flat.shape[0])
         spread = grad.contiguous().index_select(0, pair // position.shape[1])
-        dots = (spread * rows).sum(1, dtype=torch.float32)
+        dots = (spread * rows).float().sum(1)
         grad_rows = spread * weights.reshape(-1)[pair][:, None]
         return grad_rows, None, dots[flat].view(position.shape)
 

