@@ -1,8 +1,8 @@
 """A mock engine for scheduler tests: no model, but a cache memory whose every slot remembers what was written there.
 
-A slot holds a fingerprint of the whole prefix up to its position, as a real cache row depends on it. Each executed step
-asserts that every scheduled request finds exactly its own past in its slots. The next token is a function of the prefix,
-so a request's output is known in advance whatever happens to it on the way.
+A slot holds a fingerprint of the whole prefix up to its position, as a real cache row depends on it. Each executed
+step asserts that every scheduled request finds exactly its own past in its slots. The next token is a function of the
+prefix, so a request's output is known in advance whatever happens to it on the way.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def test_streams_ride_along_and_a_short_prompt_passes_a_long_one() -> None:
 def test_a_lone_prompt_takes_the_whole_budget() -> None:
     engine = MockEngine(limits(), 100)
     engine.add("a", prompt(40))
-    assert [engine.step() and None or engine.steps[-1].num_tokens for _ in range(3)] == [16, 16, 8]
+    for _ in range(3):
+        engine.step()
+    assert [step.num_tokens for step in engine.steps] == [16, 16, 8]
 
 
 def test_a_short_prompt_passes_many_long_ones() -> None:
@@ -116,7 +118,7 @@ def test_prompts_advance_although_streams_could_use_the_whole_budget() -> None:
 
 def test_a_request_that_cannot_run_alone_is_refused_at_the_door() -> None:
     engine = MockEngine(limits(), 4)  # 16 rows; the last generated token needs none
-    with pytest.raises(InvalidRequest, match="needs 17 tokens of cache.*the pool has 16") as error:
+    with pytest.raises(InvalidRequest, match=r"needs 17 tokens of cache.*the pool has 16") as error:
         engine.add("a", prompt(10), 8)
     assert error.value.param == "max_tokens"
     with pytest.raises(InvalidRequest, match="the pool has 16") as error:

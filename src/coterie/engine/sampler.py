@@ -150,16 +150,20 @@ def uniform(seed: int, sample_index: int, token_index: int) -> float:
 
 def draw(row: Row, params: SamplingParams, number: float) -> int:
     """Choose by the inverse of the distribution function, in order of token id, at `number` in [0, 1)."""
-    weights = np.exp((row - row.max()) / np.float32(params.temperature))
-    ids = _candidates(row, weights, params)
+    with np.errstate(over="ignore"):  # a difference below the smallest float is a weight of zero
+        weights = np.exp((row - row.max()) / np.float32(params.temperature))
+    ids = candidates(row, weights, params)
     cumulative = np.cumsum(weights if ids is None else weights[ids], dtype=np.float64)
     total = cumulative[-1]
     place = min(int(np.searchsorted(cumulative, number * total, "right")), int(np.searchsorted(cumulative, total)))
     return place if ids is None else int(ids[place])
 
 
-def _candidates(row: Row, weights: Row, params: SamplingParams) -> Ids | None:
-    """Ids in rising order that min_p, top_k and top_p leave; None for all. At least one, the most likely."""
+def candidates(row: Row, weights: Row, params: SamplingParams) -> Ids | None:
+    """Ids in rising order that min_p, top_k and top_p leave; None for all. At least one, the most likely.
+
+    row: logits, which give the order. weights: exp((row - max) / temperature), which give the shares.
+    """
     ids: Ids | None = None
     if params.min_p > 0.0:
         ids = np.flatnonzero(weights >= np.float32(params.min_p))
@@ -202,7 +206,8 @@ def token_logprobs(row: Row, token: int, count: int) -> list[TokenLogprob]:
     top = row.max()
     if not math.isfinite(top):
         raise BadRow(f"the model gave {top} as a logit")
-    normaliser = float(top) + math.log(np.exp(row - top).sum(dtype=np.float64))
+    with np.errstate(over="ignore"):
+        normaliser = float(top) + math.log(np.exp(row - top).sum(dtype=np.float64))
     value = row[token]
     rank = 1 + int(np.count_nonzero(row > value)) + int(np.count_nonzero(row[:token] == value))
     ranked = [(token, rank), *((int(best), place) for place, best in enumerate(largest(row, count), start=1))]
