@@ -61,8 +61,8 @@ class Routed(NamedTuple):
 
 
 class SortedRows(NamedTuple):
-    """(token, k) pairs grouped by expert. `token` [M]: token row of each sorted row; `position` [T, K]: the sorted row of
-    each pair; `counts` [E]: rows per expert. Stable: within an expert rows keep (token, k) order."""
+    """(token, k) pairs grouped by expert. `token` [M]: token row of each sorted row; `position` [T, K]: the sorted row
+    of each pair; `counts` [E]: rows per expert. Stable: within an expert rows keep (token, k) order."""
 
     token: Array
     position: Array
@@ -125,7 +125,14 @@ class Kernels(Protocol):
         """One matrix per head: [T, N, cols] -> [T, N, rows]."""
 
     def mla_inputs(
-        self, query: Array, kv: Array, w_uk: Bank, norm_weight: Array, table: Array, positions: Array, spec: AttentionSpec
+        self,
+        query: Array,
+        kv: Array,
+        w_uk: Bank,
+        norm_weight: Array,
+        table: Array,
+        positions: Array,
+        spec: AttentionSpec,
     ) -> tuple[Array, Array]:
         """Absorbed MLA. query [T, N*(nope+rope)], kv [T, R+rope] -> query [T, N, R+rope], cache rows [T, R+rope].
 
@@ -134,7 +141,13 @@ class Kernels(Protocol):
         """
 
     def gqa_inputs(
-        self, query: Array, key: Array, norms: tuple[Array, Array] | None, table: Array, positions: Array, spec: AttentionSpec
+        self,
+        query: Array,
+        key: Array,
+        norms: tuple[Array, Array] | None,
+        table: Array,
+        positions: Array,
+        spec: AttentionSpec,
     ) -> tuple[Array, Array]:
         """query [T, N*D], key [T, G*D]: per-head RMSNorm if `norms` (weights of q and k), then rope on the first
         `spec.rope.dim` channels of each head -> query [T, N, D], key rows [T, G*D]."""
@@ -164,8 +177,8 @@ class Kernels(Protocol):
         """Arrays end to end along the first axis."""
 
     def experts(self, rows: Array, counts: Array, gate_up: Bank, down: Bank) -> Array:
-        """rows [M, H] sorted by expert, counts [E] -> [M, H]: down(silu(gate x) * up x) of each row's expert, unweighted.
-        gate_up: E matrices [2I, H], gate rows first; down: E matrices [H, I]."""
+        """rows [M, H] sorted by expert, counts [E] -> [M, H]: down(silu(gate x) * up x) of each row's expert,
+        unweighted. gate_up: E matrices [2I, H], gate rows first; down: E matrices [H, I]."""
 
     def combine(self, rows: Array, position: Array, weights: Array, shared: Array | None) -> Array:
         """sum_k weights[t, k] * rows[position[t, k]] in k order (+ shared): [M, H] -> [T, H]."""
