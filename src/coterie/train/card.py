@@ -66,8 +66,9 @@ def _bits(facts: CardFacts) -> str:
         "",
         "Lower is better. Whole held-out text, windows of "
         f"{facts.window} tokens with half a window of context at least, weights as shipped, `<|eos|>` between "
-        "documents counted. `xz` is `xz -9e` of the held-out text alone, and after the register's training text; 5-gram "
-        "is interpolated modified Kneser-Ney on the register's training text, over bytes and over this model's tokens. "
+        "documents counted. `xz` is `xz -9e` of the held-out text alone, and after the register's training text. "
+        "5-gram is interpolated modified Kneser-Ney on the register's training text, over bytes and over this model's "
+        "tokens. "
         "MTP: how often the prediction block names the model's own next greedy token (the acceptance of one draft).",
         "",
         "| register | model | xz -9e | xz after training text | 5-gram bytes | 5-gram tokens | MTP |",
