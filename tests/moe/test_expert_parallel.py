@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from coterie.comm.transport import LocalTransport
 from coterie.kernels.batch import ForwardBatch
 from coterie.model.overlap import drive_all
@@ -100,4 +101,5 @@ def test_one_waiting_rank_is_an_error() -> None:
     layer = make_layer(kernels, first, None)
     batch = kernels.prepare(ForwardBatch.packed(np.zeros(1, np.int32), np.array([1])))
     with pytest.raises(AssertionError, match="every rank waits"):
-        drive_all([layer.stages(kernels.embed(embedding(kernels, np.ones((1, HIDDEN), np.float32)), batch.positions), batch)])
+        row = kernels.embed(embedding(kernels, np.ones((1, HIDDEN), np.float32)), batch.positions)
+        drive_all([layer.stages(row, batch)])

@@ -1,7 +1,7 @@
 """Which configurations are compared with transformers, and for each a change of the config that must be noticed.
 
-The shared matrix gives one entry a family; ours vary what the DeepSeek families vary. `override` is what our config.json
-says differently from the oracle's for the same mathematics (transformers crashes on `n_group: null`).
+The shared matrix gives one entry a family; ours vary what the DeepSeek families vary. `override` is what our
+config.json says differently from the oracle's for the same mathematics (transformers crashes on `n_group: null`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Case:
 
 
 def _v2(name: str, mutation: dict[str, Any], bias_shift: float = 0.0, **values: Any) -> Case:
-    return Case(Entry(name, "DeepseekV2Config", "DeepseekV2ForCausalLM", {**V2, **values}, bias_shift=bias_shift), mutation)
+    entry = Entry(name, "DeepseekV2Config", "DeepseekV2ForCausalLM", {**V2, **values}, bias_shift=bias_shift)
+    return Case(entry, mutation)
 
 
 def _v3(
@@ -125,7 +126,9 @@ OWN_CASES = [
     _other("llama-bias-linear-rope", "Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
            attention_bias=True, head_dim=18,
            rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}),
-    _other("glm4-moe-air", "Glm4Moe", {"partial_rotary_factor": 1.0}, head_dim=16, moe_intermediate_size=32,
+    _other("glm4-moe-air", "Glm4Moe",
+           {"partial_rotary_factor": 1.0, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}},
+           head_dim=16, moe_intermediate_size=32,
            n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1, n_group=1, topk_group=1,
            first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.0, use_qk_norm=False,
            attention_bias=False, partial_rotary_factor=0.5, num_mtp_layers=0),

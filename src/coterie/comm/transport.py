@@ -32,7 +32,7 @@ class Transport(Protocol):
     size: int
 
     def all_to_all_v(self, parts: list[Any]) -> Handle:
-        """Send `parts[r]` (an array, rows first, zero rows allowed) to rank r; the result lists what each rank sent here."""
+        """Send `parts[r]` (rows first, zero rows allowed) to rank r; the result lists what each rank sent here."""
 
 
 @dataclass(slots=True)

@@ -170,6 +170,9 @@ class Kernels(Protocol):
     def sort_by_expert(self, expert_ids: Array, num_experts: int) -> SortedRows:
         """Group the T*K (token, k) pairs by expert, stably."""
 
+    def gather(self, x: Array, order: SortedRows) -> Array:
+        """Token rows in expert order: x[order.token], [T, H] -> [M, H]."""
+
     def regroup(self, received: NDArray[np.integer]) -> Regrouped:
         """Order for rows that arrived from R ranks with `received` [R, E] rows per (source, local expert)."""
 

@@ -183,6 +183,9 @@ class NativeKernels:
         _native.sort_by_expert(ids, token, position, counts)
         return SortedRows(token, position, counts)
 
+    def gather(self, x: Floats, order: SortedRows) -> Floats:
+        return x[order.token]
+
     def regroup(self, received: NDArray[np.integer]) -> Regrouped:
         experts = np.tile(np.arange(received.shape[1]), received.shape[0])
         order = np.argsort(np.repeat(experts, received.reshape(-1)), kind="stable")

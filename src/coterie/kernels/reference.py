@@ -184,6 +184,9 @@ class ReferenceKernels:
         counts = torch.bincount(flat, minlength=num_experts)
         return SortedRows(order // max(expert_ids.shape[1], 1), position.reshape(expert_ids.shape), counts)
 
+    def gather(self, x: Tensor, order: SortedRows) -> Tensor:
+        return x[order.token]
+
     def regroup(self, received: NDArray[np.integer]) -> Regrouped:
         experts = np.tile(np.arange(received.shape[1]), received.shape[0])
         label = torch.from_numpy(np.repeat(experts, received.reshape(-1)))

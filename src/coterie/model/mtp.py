@@ -36,7 +36,8 @@ class MTPBlock:
         """States [T, H] and the token after each [T] -> states [T, H] for `main.logits`."""
         kernels, eps = self.main.runtime.kernels, self.main.spec.norm_eps
         embedded = kernels.norm(kernels.embed(self.main.embedding, next_tokens), self.enorm, eps)
-        mixed = kernels.linear(embedded, self.e_proj) + kernels.linear(kernels.norm(hidden, self.hnorm, eps), self.h_proj)
+        state = kernels.norm(hidden, self.hnorm, eps)
+        mixed = kernels.linear(embedded, self.e_proj) + kernels.linear(state, self.h_proj)
         delta, residual = yield from self.layer.stages(mixed, None, batch, cache or {})
         out, _ = kernels.add_norm(delta, residual, self.norm, eps)
         return out

@@ -53,7 +53,7 @@ class DecoderLayer:
     def stages(
         self, delta: Array, residual: Array | None, batch: Prepared, cache: LayerCache
     ) -> Generator[Handle, None, tuple[Array, Array]]:
-        """(delta, residual) -> the same after this layer; the layer's input is their sum (delta alone at the bottom)."""
+        """(delta, residual) -> the same after this layer; its input is their sum (delta alone at the bottom)."""
         kernels = self.runtime.kernels
         if residual is None:
             x, residual = kernels.norm(delta, self.attention_norm, self.eps), delta

@@ -39,12 +39,11 @@ class Dispatcher:
         self.num_local = num_experts // transport.size
         self.transport = transport
         self.kernels = kernels
-        self._gather = getattr(kernels, "gather", None)  # optional op: x[order.token]; training gives it a backward pass
 
     def dispatch(self, x: Array, routed: Routed) -> Generator[Handle, None, Dispatched]:
         """x [T, H] and its routing -> the rows this rank's experts must compute."""
         order = self.kernels.sort_by_expert(routed.expert_ids, self.num_experts)
-        rows = x[order.token] if self._gather is None else self._gather(x, order)
+        rows = self.kernels.gather(x, order)
         if self.transport.size == 1:
             return Dispatched(rows, order.counts, order, None, None, None)
         counts = order.counts.reshape(self.transport.size, self.num_local)

@@ -1,4 +1,4 @@
-"""MoELayer: route, dispatch, experts (+ shared), combine. The only MoE forward; plain, EP and overlapped runs drive it."""
+"""MoELayer: route, dispatch, experts (+ shared), combine: the only MoE forward, driven plain, EP or overlapped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coterie.observe.stages import StageTimer
 
 @dataclass(frozen=True, slots=True)
 class MoELayer:
-    """One layer's routed and shared experts. `load` (if any) is handed the expert counts, which stay in backend memory."""
+    """One layer's routed and shared experts. `load` (if any) is handed the expert counts, unread."""
 
     layer: int
     router: Router

@@ -1,4 +1,4 @@
-"""Router: which experts a token goes to and with what weight. The rule is data (`MoESpec`); the arithmetic is one op."""
+"""Router: which experts a token goes to, with what weight. The rule is data (`MoESpec`), the arithmetic one op."""
 
 from __future__ import annotations
 
