@@ -86,6 +86,21 @@ def test_endless_short_prompts_do_not_starve_long_ones(max_running: int, num_blo
     engine.drain()
 
 
+def test_short_prompts_keep_passing_when_the_next_long_one_is_due() -> None:
+    engine = MockEngine(limits(max_running=20), 1000)
+    engine.add("long", prompt(900, 1), 2)
+    engine.add("longer", prompt(1200, 2), 2)
+    for i in range(30):
+        engine.add(f"short{i}", prompt(6, i + 3), 2)
+        engine.step()
+    while engine.scheduler.num_running > 2:
+        engine.step()
+    assert "long" not in engine.token_steps
+    assert all(f"short{i}" in engine.token_steps for i in range(30))
+    assert sum(step < engine.first_step["longer"] for step in engine.first_step.values()) <= 1 + MAX_OVERTAKES + 1
+    engine.drain()
+
+
 @pytest.mark.parametrize("token_budget", [1, 2, 3, 7])
 def test_a_budget_smaller_than_the_streams_is_shared_in_turns(token_budget: int) -> None:
     engine = MockEngine(limits(token_budget=token_budget, max_running=9), 500)
@@ -184,6 +199,65 @@ def test_a_tight_pool_does_not_thrash(caching: bool) -> None:
     assert engine.scheduler.counters.preemptions < len(requests)
 
 
+def test_a_burst_is_not_admitted_beyond_the_pool() -> None:
+    engine = MockEngine(limits(token_budget=1000, max_running=40), 60)
+    requests = [engine.add(f"{i}", prompt(20, i), 5) for i in range(40)]
+    engine.drain()
+    assert all(finished_well(request) for request in requests)
+    assert engine.scheduler.counters.preemptions == 0
+
+
+def test_a_request_that_needs_most_of_the_pool_gets_it_in_the_end() -> None:
+    engine = MockEngine(limits(), 40)
+    engine.add("first", prompt(20, 1), 20)
+    engine.step()
+    large = engine.add("large", prompt(140, 2), 4)
+    for i in range(300):
+        if engine.scheduler.num_waiting < 4:
+            engine.add(f"small{i}", prompt(20, i + 3), 8 + 7 * i % 17)
+        engine.step()
+    assert finished_well(large)
+    before = [name for name, step in engine.first_step.items() if step < engine.first_step["large"]]
+    assert len(before) == 1 + MAX_OVERTAKES
+
+
+def test_cached_pages_that_a_prompt_would_revive_are_not_room_for_it() -> None:
+    engine = MockEngine(limits(token_budget=64), 8)
+    engine.add("warm", prompt(17, 1), 1)
+    engine.drain()
+    running = engine.add("running", prompt(12, 2), 5)
+    engine.step()
+    revived = engine.add("revived", [*prompt(17, 1), *prompt(4, 3)], 4)
+    while running.status is Status.RUNNING:
+        assert revived.status is Status.WAITING, "four cached pages and five free ones are the same five"
+        engine.step()
+    engine.drain()
+    assert revived.num_cached_tokens == 16 and finished_well(revived)
+    assert engine.scheduler.counters.preemptions == 0
+
+
+def test_nobody_new_is_admitted_before_a_preempted_request() -> None:
+    engine = MockEngine(limits(), 12)
+    engine.add("first", prompt(8), 30)
+    second = engine.add("second", prompt(8, 1), 30)
+    while not second.num_preemptions:
+        engine.step()
+    engine.add("new", prompt(2, 2), 2)
+    while second.status is Status.WAITING:
+        assert "new" not in engine.first_step
+        engine.step()
+    engine.drain()
+    assert finished_well(second) and "new" in engine.first_step
+
+
+@pytest.mark.parametrize("num_blocks", range(14, 40))
+def test_streams_that_take_turns_in_a_tight_pool(num_blocks: int) -> None:
+    engine = MockEngine(limits(token_budget=2, page_size=1, enable_prefix_caching=False), num_blocks)
+    requests = [engine.add(f"{i}", prompt(2, i), 12) for i in range(4)]
+    engine.drain()
+    assert all(finished_well(request) for request in requests)
+
+
 # Prefix reuse
 
 
@@ -229,6 +303,16 @@ def test_waiting_for_pages_ends_when_their_owner_goes() -> None:
     assert heir.num_cached_tokens == 16
     engine.drain()
     assert finished_well(heir)
+
+
+def test_a_page_half_computed_is_not_offered() -> None:
+    engine = MockEngine(limits(token_budget=6), 50)
+    engine.add("owner", prompt(30), 2)
+    engine.step()
+    engine.scheduler.abort("owner")
+    heir = engine.add("heir", prompt(30), 2)
+    engine.drain()
+    assert heir.num_cached_tokens == 4 and finished_well(heir)
 
 
 def test_prompt_rows_are_asked_for_once_and_never_from_the_cache() -> None:

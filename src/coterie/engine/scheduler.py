@@ -291,7 +291,7 @@ class Scheduler:
             return False
         reads_cache = self.limits.enable_prefix_caching and not request.needs_prompt_rows
         blocks = self._cache.match(request.token_ids, request.page_keys) if reads_cache else []
-        if reads_cache and not self._is_due(request) and self._next_page_is_claimed(request, len(blocks)):
+        if reads_cache and self._next_page_is_claimed(request, len(blocks)):
             step.deferred.add(request)
             return False
         if not self._take_room(request, blocks, step):
@@ -395,8 +395,7 @@ class Scheduler:
         num_pages = request.num_tokens // self.limits.page_size
         self._cache.extend_keys(request.page_keys, request.token_ids, num_pages)
         for key in request.page_keys[len(request.block_ids) : num_pages]:
-            if self.pool.lookup(key) is None:
-                self._claims.setdefault(key, request)
+            self._claims.setdefault(key, request)
 
     # After the step
 
