@@ -145,7 +145,7 @@ def test_a_request_that_cannot_run_alone_is_refused_at_the_door() -> None:
 
 
 def test_door_refuses_a_used_id_an_empty_prompt_and_a_full_queue() -> None:
-    engine = MockEngine(limits(max_queued=2), 10)
+    engine = MockEngine(limits(max_running=1, max_queued=1), 10)
     engine.add("a", prompt(3))
     with pytest.raises(InvalidRequest, match="in use"):
         engine.add("a", prompt(3))

@@ -32,7 +32,7 @@ ADMISSION_WINDOW = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """`token_budget`: tokens of one step. `max_running`: requests that own blocks. `max_queued`: requests that wait."""
+    """`token_budget`: tokens of one step. `max_running`: requests that own blocks. `max_queued`: requests beyond those."""
 
     token_budget: int = 512
     max_running: int = 64
@@ -145,8 +145,8 @@ class Scheduler:
                 f" up to {request.max_total_tokens - request.num_prompt_tokens} to generate), the pool has {capacity};"
                 " shorten the prompt, lower max_tokens, or start the engine with more kv_cache_tokens",
             )
-        if len(self._waiting) >= self.limits.max_queued:
-            raise EngineBusy(f"{len(self._waiting)} requests wait, which is the limit; try again later")
+        if len(self._requests) >= self.limits.max_running + self.limits.max_queued:
+            raise EngineBusy(f"{len(self._requests)} requests run or wait, which is the limit; try again later")
         request.order, self._next_order = self._next_order, self._next_order + 1
         self._requests[request.request_id] = request
         self._waiting.append(request)
