@@ -32,7 +32,7 @@ ADMISSION_WINDOW = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """`token_budget`: tokens of one step. `max_running`: requests that own blocks. `max_queued`: requests beyond those."""
+    """`token_budget`: tokens a step. `max_running`: requests that own blocks. `max_queued`: requests beyond those."""
 
     token_budget: int = 512
     max_running: int = 64
