@@ -62,4 +62,5 @@ $(STAMPS)/core: $(STAMPS)/wheel
 $(STAMPS)/dev: pyproject.toml
 	@$(MAKE) --no-print-directory $(STAMPS)/core
 	$(INSTALL) "$$(ls dist/coterie-*.whl)[dev]"
+	$(INSTALL) --target $(VENV)/openai-2 "openai>=2,<3"
 	@touch $@
