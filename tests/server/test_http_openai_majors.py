@@ -25,9 +25,8 @@ def test_current_major_is_the_newest() -> None:
 @pytest.mark.skipif(not PREVIOUS.exists(), reason="make test installs openai 2.x beside the environment")
 def test_previous_major() -> None:
     environment = {**os.environ, "PYTHONPATH": str(PREVIOUS)}
-    version = subprocess.run(
-        [sys.executable, "-c", "import openai; print(openai.__version__)"], env=environment, capture_output=True, text=True
-    )
+    ask = [sys.executable, "-c", "import openai; print(openai.__version__)"]
+    version = subprocess.run(ask, env=environment, capture_output=True, text=True)
     assert version.stdout.startswith("2."), version.stdout + version.stderr
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", str(TESTS)], env=environment, capture_output=True, text=True, timeout=300
