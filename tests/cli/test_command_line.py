@@ -178,6 +178,31 @@ def test_engine_flags_cover_the_engine_config_and_mean_its_fields():
     assert seen[-1] == EngineConfig(max_running_requests=4, chunked_prefill_size=8)
 
 
+def test_server_flags_cover_the_server_config_and_help_prints_the_limits():
+    from coterie.cli.serve import SERVER_OPTIONS, serve, server_config
+    from coterie.server.config import ServerConfig
+
+    flags = {parameter.name: parameter for parameter in serve.params}
+    assert {field.name for field in fields(ServerConfig)} <= flags.keys()
+    context = serve.make_context("serve", [])
+    assert server_config(context.params) == ServerConfig()
+    text = " ".join(serve.get_help(context).split())
+    limits = {name for name in flags if name.startswith(("max_", "template_")) and hasattr(ServerConfig(), name)}
+    assert len(limits) == 8 and len(SERVER_OPTIONS) > len(limits)
+    for name in limits:
+        flag, value = flags[name].opts[0], getattr(ServerConfig(), name)
+        said = text.partition(f"{flag} ")[2].partition(" --")[0]
+        assert f"[default: {value};" in said, f"--help says nothing of {flag} and its default"
+    asked = "--max-body-seconds 1.5 --max-json-depth 7 --max-prompts 8 --max-choices 9 --max-messages 10"
+    given = serve.make_context("serve", [*asked.split(), "--template-seconds", "2", "--template-max-chars", "11"])
+    assert server_config(given.params) == ServerConfig(
+        max_body_seconds=1.5, max_json_depth=7, max_prompts=8, max_choices=9, max_messages=10, template_seconds=2.0,
+        template_max_chars=11,
+    )  # fmt: skip
+    for flag in ("--max-prompts", "--max-body-seconds", "--template-seconds"):
+        assert run(["serve", flag, "0"]) == 2
+
+
 def test_every_verb_has_help():
     for verb in VERBS:
         result = cli.get_command(click.Context(cli), verb)

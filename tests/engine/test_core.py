@@ -174,6 +174,22 @@ def test_cached_prompts_are_told() -> None:
     assert core.stats().prefix_hits == 16
 
 
+def test_prefill_is_timed_once_from_the_first_chunk_whatever_comes_between() -> None:
+    core = make_core(token_budget=7, blocks=20)
+    for name, prompt in PROMPTS.items():
+        core.add(make_add(name, prompt, 30))
+    core.add(make_add("scored", [1, 2, 3], 0, prompt_logprobs=0))
+    core.add(make_add("gone", list(range(100, 140)), 30))
+    said = {output.request_id: [output] for output in core.step()}
+    core.abort("gone")
+    found = {name: [*said.get(name, []), *outputs] for name, outputs in run(core).items()}
+    assert core.stats().num_preemptions > 0
+    for name, outputs in found.items():
+        timed = [output.prefill_seconds is not None for output in outputs]
+        assert timed == [name != "gone", *[False] * (len(outputs) - 1)], name
+        assert name == "gone" or (outputs[0].prefill_seconds or 0) > 0
+
+
 def test_abort_frees_at_once_and_is_idempotent() -> None:
     core = make_core(token_budget=4)
     core.add(make_add("a", range(40)))

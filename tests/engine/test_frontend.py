@@ -286,12 +286,47 @@ def test_the_queue_is_bounded(bench: Bench) -> None:
             await engine.generate(PROMPT, params(20))
         assert 1 <= caught.value.retry_after <= 60
         with pytest.raises(EngineBusy):
+            await engine.generate(PROMPT, params(20, n=6))
+        with pytest.raises(InvalidRequest, match="n=7 is more than the 6 sequences") as never:
             await engine.generate(PROMPT, params(20, n=7))
+        assert never.value.param == "n", "it can never fit, so it must not be told to come back"
         await asyncio.gather(*tasks)
         await engine.generate(PROMPT, params(20))
+        assert len((await engine.generate(PROMPT, params(20, n=6))).outputs) == 6
 
     bench.run(body, make_core(max_running=2), max_running_requests=2, max_queued_requests=4)
-    assert len(bench.log.ended) == 7
+    assert len(bench.log.ended) == 8
+
+
+def test_time_in_the_queue_and_in_prefill_add_up_to_the_first_token(bench: Bench) -> None:
+    async def body(engine: AsyncEngine) -> None:
+        long = engine.stream([5] * 20, params(60))
+        await long.__anext__()
+        await asyncio.gather(
+            engine.generate([1] * 30, params(4)),
+            engine.generate([2] * 12, params(4, n=3)),
+            engine.generate([3] * 40, params(0, prompt_logprobs=0)),
+        )
+        waiting = engine.stream([4] * 9, params(4))
+        task = asyncio.create_task(waiting.__anext__())
+        await asyncio.sleep(0)
+        await waiting.aclose()
+        await asyncio.gather(task, return_exceptions=True)
+        assert not long.request.is_finished  # type: ignore[union-attr]
+        await long.aclose()
+
+    core = bench.run(body, make_core(MockRunner(delay=0.004), token_budget=8, max_running=2))
+    by_size = {summary.prompt_tokens: summary for summary in bench.log.ended}
+    assert {size: summary.reason for size, summary in by_size.items()} == {
+        20: "abort", 30: "length", 12: "length", 40: "length", 9: "abort",
+    }  # fmt: skip
+    for size in (20, 30, 12):
+        summary = by_size[size]
+        assert summary.queue is not None and summary.prefill is not None and summary.first_token is not None
+        assert summary.queue + summary.prefill == pytest.approx(summary.first_token, abs=2e-3)
+    assert by_size[40].first_token is None and (by_size[40].prefill or 0) > 0, "a scored prompt is computed, too"
+    assert (by_size[9].queue, by_size[9].prefill) == (None, None), "cancelled while it waited"
+    assert core._started == {}
 
 
 def test_request_ids_are_unique_while_they_run(bench: Bench) -> None:

@@ -235,8 +235,10 @@ def test_full_queue_is_429_and_clears(server, http):
     for answer in answers:
         if answer.status_code == 429:
             assert int(answer.headers["retry-after"]) >= 1
-    over = http.post(TEXT, json={"prompt": "x", "n": 13})
-    assert over.status_code == 429, "12 sequences may run or wait"
+    for over in ({"prompt": "x", "n": 13}, {"prompt": ["x", "y"], "n": 7}):
+        refused = http.post(TEXT, json=over)
+        assert refused.status_code == 400, "12 sequences may run or wait: this can never fit, so 429 would be a lie"
+        assert refused.json()["error"]["param"] == "n" and "12 sequences" in refused.json()["error"]["message"]
     assert http.post(TEXT, json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 

@@ -30,7 +30,9 @@ from coterie.spec.errors import CoterieError
 
 SERVER = ServerConfig()
 PROMPT = "To be, or not"
+POSITIVE = click.FloatRange(min=0.0, min_open=True)
 
+logger = logging.getLogger("coterie.cli")
 
 SERVER_OPTIONS: tuple[Decorator, ...] = (
     click.option("--host", default=SERVER.host, show_default=True, help="Address to listen on; 0.0.0.0 for all."),
@@ -46,8 +48,23 @@ SERVER_OPTIONS: tuple[Decorator, ...] = (
     click.option("--strict-api", is_flag=True, help="Refuse request fields that are not known."),
     click.option("--metrics-compat", type=click.Choice(["none", "vllm"]), default=SERVER.metrics_compat,
                  show_default=True, help="Repeat the core metrics under another engine's names."),
-    click.option("--max-body-bytes", type=AT_LEAST_ONE, default=SERVER.max_body_bytes, show_default=True),
-    click.option("--sse-ping-interval", "sse_ping_seconds", type=click.FloatRange(min=0.0, min_open=True),
+    click.option("--max-body-bytes", type=AT_LEAST_ONE, default=SERVER.max_body_bytes, show_default=True,
+                 help="Longest body; beyond it 413."),
+    click.option("--max-body-seconds", type=POSITIVE, default=SERVER.max_body_seconds, show_default=True,
+                 help="Time a body may take to arrive; beyond it 408."),
+    click.option("--max-json-depth", type=AT_LEAST_ONE, default=SERVER.max_json_depth, show_default=True,
+                 help="Deepest nesting of brackets in a body."),
+    click.option("--max-prompts", type=AT_LEAST_ONE, default=SERVER.max_prompts, show_default=True,
+                 help="Prompts of one completions request."),
+    click.option("--max-choices", type=AT_LEAST_ONE, default=SERVER.max_choices, show_default=True,
+                 help="Sequences of one request: prompts times n."),
+    click.option("--max-messages", type=AT_LEAST_ONE, default=SERVER.max_messages, show_default=True,
+                 help="Messages of one chat."),
+    click.option("--template-seconds", type=POSITIVE, default=SERVER.template_seconds, show_default=True,
+                 help="Time a chat template may take."),
+    click.option("--template-max-chars", type=AT_LEAST_ONE, default=SERVER.template_max_chars, show_default=True,
+                 help="Longest text a chat template may write."),
+    click.option("--sse-ping-interval", "sse_ping_seconds", type=POSITIVE,
                  default=SERVER.sse_ping_seconds, show_default=True,
                  help="Seconds between comments in a silent stream."),
     click.option("--shutdown-timeout", "shutdown_seconds", type=click.FloatRange(min=0.0),
@@ -85,6 +102,8 @@ def serve(**values: Any) -> None:
     def launch(observer: RequestObserver) -> AsyncEngine:
         with LoadProgress(error_console()) as progress:
             engine = AsyncEngine.launch(folder, config, server.served_model_name, progress)
+        for line in report_lines(engine):
+            logger.info(line)
         engine.observer = observer
         launched.append(engine)
         return engine
@@ -98,6 +117,11 @@ def serve(**values: Any) -> None:
 
     started = time.monotonic()
     run_server(launch, server, say_ready)
+
+
+def report_lines(engine: AsyncEngine) -> list[str]:
+    """Say what was loaded and what was chosen for this machine, each with its reason."""
+    return [*engine.load_lines, *(f"{choice.what}: {choice.value} ({choice.reason})" for choice in engine.report)]
 
 
 def log_to_stderr(level: str) -> None:

@@ -27,6 +27,13 @@ class Door:
     def check(self, prompt: list[int], params: SamplingParams, *, want_logits: bool = False) -> SamplingParams:
         """Return the parameters in normal form, or raise `InvalidRequest` that names the field."""
         params = validate(params, vocab_size=self.vocab_size, max_model_len=self.max_model_len, scores_only=want_logits)
+        if params.n > self.max_sequences:
+            raise InvalidRequest(
+                "n",
+                f"n={params.n} is more than the {self.max_sequences} sequences that may run or wait here together "
+                f"({self.max_running} run, {self.max_queued} wait); lower n, or start the engine with more "
+                "max_queued_requests",
+            )
         validate_prompt(prompt, params, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         if params.stop and not self.has_text:
             raise InvalidRequest("stop", "stop strings need a tokenizer and this model has none; use stop_token_ids")

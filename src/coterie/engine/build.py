@@ -135,6 +135,9 @@ def _runner(
 
 
 def _notes(spec: ModelSpec) -> tuple[Choice, ...]:
-    if not spec.ignored_fields:
-        return ()
-    return (Choice("ignored config fields", ", ".join(spec.ignored_fields), "they cannot alter the mathematics"),)
+    """What the config says that is not used: known to be harmless, or unheard of and saying nothing."""
+    notes = (
+        ("ignored config fields", spec.ignored_fields, "they cannot alter the mathematics"),
+        ("unknown config fields", spec.unknown_fields, "null, false or empty; strict refuses them"),
+    )
+    return tuple(Choice(what, ", ".join(names), reason) for what, names, reason in notes if names)

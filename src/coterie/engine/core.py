@@ -1,4 +1,4 @@
-"""EngineCore: one step after another, from a schedule to outputs. No threads, no text, no clock but the stage timer.
+"""EngineCore: one step after another, from a schedule to outputs. No threads, no text; a clock only to measure.
 
 A step: schedule -> make_batch -> runner.run -> sample -> scheduler.update -> outputs. Whatever fails inside a step ends
 the request it belongs to with an error Output, never the engine: if a batch raises, its requests are run again one by
@@ -8,6 +8,7 @@ one, and only those that raise alone are given up.
 from __future__ import annotations
 
 import logging
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ class EngineCore:
         self._page_size = scheduler.limits.page_size
         self._timer = runner.timer
         self._prompt_rows: dict[str, PromptRows] = {}
+        self._started: dict[str, float] = {}  # when a sequence that has said nothing yet was first computed
         self._news: list[Output] = []
 
     @property
@@ -91,6 +93,7 @@ class EngineCore:
         self._timer.start()
         if self.scheduler.has_work:
             schedule = self.scheduler.schedule()
+            self._note_starts(schedule)
             rows = self._gather_prompt_rows(self._run(schedule))
             sampled = self._sample(rows)
             self._timer.lap("sample")
@@ -122,8 +125,16 @@ class EngineCore:
         self.scheduler.check_integrity()
         known = {request.request_id for request in self.scheduler.requests()}
         assert self._prompt_rows.keys() <= known, "prompt rows outlived their request"
+        assert self._started.keys() <= known, "a start outlived its request"
 
     # The parts of a step
+
+    def _note_starts(self, schedule: Schedule) -> None:
+        """Remember when sequences without output were first computed; a preemption does not start them again."""
+        now = time.monotonic()
+        for entry in schedule.entries:
+            if entry.request.num_output_tokens == 0:
+                self._started.setdefault(entry.request.request_id, now)
 
     def _run(self, schedule: Schedule) -> Owned:
         """Logits of every entry that has any; entries that fail are ended and left out."""
@@ -184,6 +195,7 @@ class EngineCore:
     def _report(self, progress: Progress, token: SampledToken | None) -> None:
         request = progress.request
         prompt = self._prompt_rows.pop(request.request_id, None)
+        started = self._started.pop(request.request_id, None)
         output = Output(
             request_id=request.request_id,
             token_ids=list(progress.token_ids),
@@ -193,6 +205,7 @@ class EngineCore:
             prompt_logprobs=None if prompt is None else prompt.logprobs,
             num_cached_tokens=request.num_cached_tokens,
             logits=None if prompt is None else prompt.logits,
+            prefill_seconds=None if started is None else time.monotonic() - started,
         )
         self._news.append(output)
 
@@ -203,4 +216,5 @@ class EngineCore:
 
     def _end(self, request: Request, last: Output) -> None:
         self._prompt_rows.pop(request.request_id, None)
+        self._started.pop(request.request_id, None)
         self._news.append(last)

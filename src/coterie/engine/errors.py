@@ -1,7 +1,8 @@
 """What the engine says at its door instead of accepting a request.
 
-InvalidRequest is the caller's mistake (HTTP 400), EngineBusy asks to come back later (503 with Retry-After), EngineDead
-means that the loop is gone (500). A failure *inside* a step is none of these: it ends its own request with "error".
+InvalidRequest is the caller's mistake (HTTP 400): it could never run here. EngineBusy asks to come back later (429 with
+Retry-After). EngineDead means that the loop is gone (503). A failure *inside* a step is none of these: it ends its own
+request with "error" (500).
 """
 
 from __future__ import annotations

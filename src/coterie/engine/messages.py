@@ -77,6 +77,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
 
     logprobs: per new token the chosen one first, then the best; prompt_logprobs: per prompt position (None for the
     first), sent once with the first output. logits: float32 rows as bytes [len(prompt), vocab], if asked for.
+    prefill_seconds: from the step that first computed this sequence to its first output, which carries it.
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     num_cached_tokens: int = 0
     error: str | None = None
     logits: bytes | None = None
+    prefill_seconds: float | None = None
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):

@@ -51,6 +51,8 @@ class TrackedRequest:
     wake: Callable[[], None] = nobody_waits
     first_token: float | None = None
     finished: float | None = None
+    queue_seconds: float | None = None
+    prefill_seconds: float | None = None
     num_cached_tokens: int = 0
     failure: str | None = None
     logits: bytes | None = None
@@ -143,6 +145,9 @@ class Tracker:
         if choice is None:
             return None
         request = choice.request
+        if output.prefill_seconds is not None and request.prefill_seconds is None:
+            request.prefill_seconds = output.prefill_seconds
+            request.queue_seconds = max(0.0, time.monotonic() - request.arrival - output.prefill_seconds)
         if output.token_ids:
             self._note_tokens(choice, len(output.token_ids))
         if output.logits is not None:
@@ -224,6 +229,8 @@ class Tracker:
                 completion_tokens=sum(choice.num_tokens for choice in request.choices),
                 seconds=seconds,
                 first_token=None if request.first_token is None else request.first_token - request.arrival,
+                queue=request.queue_seconds,
+                prefill=request.prefill_seconds,
             )
         )
 

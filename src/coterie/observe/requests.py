@@ -17,7 +17,8 @@ class RequestSummary:
     """A finished request. Tokens are those of `usage`: the prompt once, completions without tokens past a stop string.
 
     `reason` of several choices: error before abort before length before stop. `first_token`: seconds from arrival to
-    the first token of any choice, None if none came.
+    the first token of any choice, None if none came. `queue` and `prefill`: seconds from arrival to the first computed
+    chunk of the choice that answered first, and from there to its first news; both None if there were none.
     """
 
     reason: Reason
@@ -27,6 +28,8 @@ class RequestSummary:
     completion_tokens: int
     seconds: float
     first_token: float | None
+    queue: float | None = None
+    prefill: float | None = None
 
 
 class RequestObserver:

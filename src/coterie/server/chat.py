@@ -74,7 +74,7 @@ async def prepare_chat(state: ServerState, model: ServedModel, request: ChatRequ
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     if num_top is None and request.top_logprobs:
         raise bad_request("top_logprobs: set logprobs to true as well", param="top_logprobs")
-    check_fan_out(1, request, state.config.max_choices)
+    check_fan_out(1, request, state.config.max_choices, model.max_sequences)
     fields = ChatFields(request.add_generation_prompt, request.reasoning_effort, request.chat_template_kwargs)
     token_ids = await encode_messages(model, chat_prompt(request.messages, fields, state.config.max_messages))
     max_tokens = asked_length(request)

@@ -74,7 +74,7 @@ async def prepare_completions(state: ServerState, model: ServedModel, request: C
     prompts = await encode_prompts(
         model, request.prompt, add_special_tokens=special, max_prompts=state.config.max_prompts
     )
-    check_fan_out(len(prompts), request, state.config.max_choices)
+    check_fan_out(len(prompts), request, state.config.max_choices, model.max_sequences)
     include, continuous = usage_wanted(request)
     envelope = model.envelope("cmpl", include_usage=include, continuous_usage=continuous)
     jobs = [_job(model, request, prompt, f"{envelope.id}-{i}") for i, prompt in enumerate(prompts)]

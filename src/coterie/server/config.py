@@ -14,7 +14,8 @@ LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Limits are in bytes, seconds or counts as the name says; port 0 takes a free one.
+    """Every field has a flag (`coterie serve --help`). Limits are in bytes, seconds or counts as the name says; port 0
+    takes a free one.
 
     chat_template: a file that replaces the model's own template. metrics_compat "vllm" repeats the core metrics under
     `vllm:` names. shutdown_seconds: how long running requests may finish after SIGTERM before they are aborted.

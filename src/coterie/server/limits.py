@@ -79,13 +79,12 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
         async with asyncio.timeout(limits.max_seconds):
             body = await _collect(request, limits)
     except TimeoutError:
-        message = f"the body did not arrive within {limits.max_seconds:g} s"
+        message = f"the body did not arrive within {limits.max_seconds:g} s (the server's --max-body-seconds)"
         raise ApiError(Fault(408, message, code="request_timeout", retry=False, close=True)) from None
     depth = json_depth(body)
     if depth > limits.max_depth:
-        raise bad_request(
-            f"the body nests {depth} brackets deep; at most {limits.max_depth} are accepted", code="nesting_too_deep"
-        )
+        message = f"the body nests {depth} brackets deep; at most {limits.max_depth} are accepted (--max-json-depth)"
+        raise bad_request(message, code="nesting_too_deep")
     return body
 
 

@@ -30,7 +30,8 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 CORE = frozenset({
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens", "generation_tokens",
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
-    "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_success",
+    "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_prompt_tokens", "request_generation_tokens", "request_success",
     "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
 })  # fmt: skip
 """Repeated under `vllm:` for stock dashboards."""
@@ -62,6 +63,9 @@ class ServerMetrics(RequestObserver):
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCY)
         self._gap = self._histogram("inter_token_latency_seconds", "Time between tokens of a choice.", _GAP)
         self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to the first computed chunk.", _LATENCY)
+        text = "First computed chunk to first token, or to the end of a scored prompt."
+        self._prefill = self._histogram("request_prefill_time_seconds", text, _LATENCY)
         self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _LATENCY)
         self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._answer_size = self._histogram("request_generation_tokens", "Completion tokens of a request.", _TOKENS)
@@ -96,6 +100,9 @@ class ServerMetrics(RequestObserver):
         self._prompt_size.labels(name).observe(summary.prompt_tokens)
         self._answer_size.labels(name).observe(summary.completion_tokens)
         self._whole.labels(name).observe(summary.seconds)
+        if summary.queue is not None and summary.prefill is not None:
+            self._queue.labels(name).observe(summary.queue)
+            self._prefill.labels(name).observe(summary.prefill)
         if summary.first_token is not None:
             self._decode.labels(name).observe(max(0.0, summary.seconds - summary.first_token))
 

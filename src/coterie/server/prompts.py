@@ -62,7 +62,8 @@ async def encode_prompts(
         message = "prompt: mixed kinds; send a string, a list of strings, a list of token ids or a list of such lists"
         raise bad_request(message, param="prompt")
     if len(items) > max_prompts:
-        raise bad_request(f"prompt: {len(items)} prompts; one request may have {max_prompts}", param="prompt")
+        message = f"prompt: {len(items)} prompts; one request may have {max_prompts} (--max-prompts)"
+        raise bad_request(message, param="prompt")
     found = []
     for item in items:
         if isinstance(item, str):
@@ -91,7 +92,8 @@ class ChatFields:
 def chat_prompt(messages: Sequence[Message], fields: ChatFields, max_messages: int) -> ChatPrompt:
     """Messages as a template reads them, or a 400 that names the message at fault."""
     if len(messages) > max_messages:
-        raise bad_request(f"messages: {len(messages)} messages; at most {max_messages} are accepted", param="messages")
+        message = f"messages: {len(messages)} messages; at most {max_messages} are accepted (--max-messages)"
+        raise bad_request(message, param="messages")
     arguments = dict(fields.arguments or {})
     if fields.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", fields.reasoning_effort)

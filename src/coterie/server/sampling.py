@@ -66,12 +66,16 @@ def renamed_length(request: SamplingFields) -> dict[str, str]:
     return {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
 
 
-def check_fan_out(num_prompts: int, request: SamplingFields, max_choices: int) -> None:
-    """Refuse a request that would become too many sequences."""
+def check_fan_out(num_prompts: int, request: SamplingFields, max_choices: int, capacity: int) -> None:
+    """Refuse a request that would become too many sequences: for the server's rule, or ever to fit into the engine."""
     n = request.n or 1
-    if num_prompts * n > max_choices:
-        what = f"n = {n}" if num_prompts == 1 else f"{num_prompts} prompts times n = {n}"
-        raise bad_request(f"n: {what} is more than the {max_choices} sequences one request may have", param="n")
+    if num_prompts * n <= min(max_choices, capacity):
+        return
+    what = f"n = {n}" if num_prompts == 1 else f"{num_prompts} prompts times n = {n}"
+    limit = f"the {max_choices} sequences one request may have (the server's --max-choices)"
+    if capacity < max_choices:
+        limit = f"the {capacity} sequences that may run or wait here together (the server's --max-queued-requests)"
+    raise bad_request(f"n: {what} is more than {limit}", param="n")
 
 
 def truncated(token_ids: list[int], keep: int | None, room: int) -> list[int]:

@@ -46,6 +46,12 @@ class ServedModel:
         """None for a model that takes and gives token ids only."""
         return self.engine.tokenizer
 
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that may run or wait together."""
+        config = self.engine.config
+        return config.max_running_requests + config.max_queued_requests
+
     def check_name(self, asked: str | None) -> None:
         """Refuse another model's name; an absent one means this model."""
         if asked is not None and asked != self.name:
