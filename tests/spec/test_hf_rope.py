@@ -50,6 +50,9 @@ SCALINGS: list[dict[str, Any]] = [
     {**YARN, "attention_factor": 1.5, "mscale": 1.0, "mscale_all_dim": 1.0},
     {**YARN, "beta_fast": 1, "beta_slow": 1, "factor": 32.0},
     {**YARN, "truncate": False},
+    {**YARN, "truncate": None},
+    {**YARN, "beta_fast": 0, "beta_slow": None},
+    {**YARN, "factor": 0.5, "mscale": 0.707},
     {"rope_type": "linear", "factor": 4.0},
     {
         "rope_type": "llama3",
@@ -134,6 +137,7 @@ def test_yarn_leaves_grouped_attentions_softmax_alone() -> None:
         ({"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}, "rope_theta"),
         ({"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8}}, "factor"),
         ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "disagree"),
+        ({"rope_scaling": YARN, "rope_parameters": {**YARN, "truncate": None}}, "disagree on truncate"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer kind"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),

@@ -21,7 +21,7 @@ def kinds(values: dict[str, Any]) -> str:
         ("deepseek-v3", {"first_k_dense_replace": 0}, "MMMMM"),
         ("deepseek-v3", {"first_k_dense_replace": 2}, "DDMMM"),
         ("deepseek-v3", {"first_k_dense_replace": 4}, "DDDDM"),
-        ("deepseek-v3", {"first_k_dense_replace": 9}, "DDDDD"),
+        ("deepseek-v3", {"first_k_dense_replace": 9}, "DDDDM"),
         ("deepseek-v3", {"first_k_dense_replace": 1, "moe_layer_freq": 2}, "DDMDM"),
         ("deepseek-v3", {"moe_layer_freq": [0, 1, 0, 1]}, "DMDMM"),
         ("deepseek-v3", {"moe_layer_freq": [0, 1, 0, 1, 0, 1]}, "DMDMD"),

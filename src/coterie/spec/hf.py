@@ -186,7 +186,8 @@ def _layers(family: Family, fields: Fields, count: int, depth: int) -> tuple[Lay
 
 
 def _routed(family: Family, fields: Fields, count: int, depth: int) -> list[bool]:
-    """Which layers route. A list in the file overrides counts; entries past the decoder layers are the MTP blocks'."""
+    """Which layers route. A list in the file overrides counts; its entries past the decoder layers are the MTP blocks',
+    which route unless it says otherwise."""
     total = count + depth
     if family.layers in ("dense", "all_routed"):
         return [family.layers == "all_routed"] * total
@@ -206,7 +207,7 @@ def _routed(family: Family, fields: Fields, count: int, depth: int) -> list[bool
             raise fields.error("moe_layer_freq", "an integer, or a list of 0 and 1")
         return _listed(fields, "moe_layer_freq", [item == 1 for item in frequency], count, total)
     step = fields.integer("moe_layer_freq")
-    return [index >= first and index % step == 0 for index in range(total)]
+    return [index >= first and index % step == 0 for index in range(count)] + [True] * depth
 
 
 def _listed(fields: Fields, name: str, routed: list[bool], count: int, total: int) -> list[bool]:

@@ -28,6 +28,9 @@ _KEYS: Mapping[str, frozenset[str]] = {
 }
 """Scaling types that can be run, and the keys each one reads."""
 
+_ABSENT: Mapping[str, Any] = {"rope_type": "default", "truncate": True}
+"""What an absent key means where that is not the same as null: a null `truncate` does not truncate."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -101,7 +104,7 @@ def rope_spec(config: RopeConfig, head_dim: int, max_positions: int, *, interlea
         return RopeSpec(
             dim, config.theta, interleaved, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high
         )
-    truncate = config.values.get("truncate")
+    truncate = config.values.get("truncate", True)
     if config.theta <= 1 or truncate not in (None, True, False):
         raise SpecError(f"{config.owner}: YaRN needs rope_theta above 1 and truncate true or false")
     return RopeSpec(
@@ -114,7 +117,7 @@ def rope_spec(config: RopeConfig, head_dim: int, max_positions: int, *, interlea
         beta_fast=config.number("beta_fast", 32.0),
         beta_slow=config.number("beta_slow", 1.0),
         attention_factor=_attention_factor(config, factor),
-        truncate=truncate is not False,
+        truncate=bool(truncate),
     )
 
 
@@ -150,16 +153,21 @@ def _section(fields: Fields, name: str) -> dict[str, Any]:
 
 def _unify(owner: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """The scaling settings of both spellings; theta and the partial factor are handled by `_shared`."""
-    lifted = ("rope_theta", "partial_rotary_factor")
-    left = {key: value for key, value in old.items() if key not in lifted and value is not None}
-    right = {key: value for key, value in new.items() if key not in lifted and value is not None}
+    left, right = _settings(old), _settings(new)
     if old and new:
         for key in sorted({*left, *right}):
-            default = "default" if key == "rope_type" else None
-            a, b = left.get(key, default), right.get(key, default)
+            a, b = (side.get(key, _ABSENT.get(key)) for side in (left, right))
             if not same_value(a, b):
                 raise SpecError(f"{owner}: rope_scaling and rope_parameters disagree on {key}: {a!r} and {b!r}")
     return left or right
+
+
+def _settings(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A section without what `_shared` handles and without nulls that say nothing."""
+    lifted = ("rope_theta", "partial_rotary_factor")
+    return {
+        key: value for key, value in section.items() if key not in lifted and (value is not None or key == "truncate")
+    }
 
 
 def _shared(fields: Fields, name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
