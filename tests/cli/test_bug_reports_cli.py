@@ -1,4 +1,4 @@
-"""Bug reports A6, B3, H2 and J1 at the command: what `serve` says and opens at its start, what is refused in a line."""
+"""Bug reports A6, B3, E1, H2, J1 at the command: what `serve` says and opens at its start, what one line refuses."""
 
 from __future__ import annotations
 
@@ -77,3 +77,25 @@ def test_what_cannot_be_right_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "unexpected" not in error
     assert ("new_router_trick=True" if trick else "model-00001-of-00001.safetensors is missing") in error
+
+
+@pytest.mark.parametrize(("flag", "value"), [
+    ("--temperature", "nan"), ("--temperature", "inf"), ("--temperature", "2.1"), ("--top-p", "nan"),
+    ("--min-p", "nan"), ("--repetition-penalty", "nan"),
+])  # fmt: skip
+def test_e1_a_number_that_is_none_is_one_line(
+    folder: str, capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    assert run(["generate", folder, *DUMMY, "--prompt-ids", "1,2", flag, value]) in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert flag[2:].replace("-", "_") in error.replace("-", "_") and "unexpected" not in error
+
+
+def test_e1_top_p_zero_is_the_top_token(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for flags in (["--temperature", "0"], ["--top-p", "0", "--seed", "4"], ["--top-k", "1"], ["--min-p", "1"]):
+        asked = ["--prompt-ids", "1,2", "-n", "9", "--json", "--ignore-eos", *flags]
+        assert run(["generate", folder, *DUMMY, *asked]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["output_ids"])
+    assert answers[1:] == [answers[0]] * 3

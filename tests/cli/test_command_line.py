@@ -90,7 +90,7 @@ def test_unknown_command_names_the_possible_ones():
         (["--max-model-len", "many"], "not a valid integer"),
         (["--isa", "sse"], "'avx2'"),
         (["--temperature", "-1"], "x>=0"),
-        (["--top-p", "0"], "0.0<x<=1.0"),
+        (["--top-p", "-0.1"], "0.0<=x<=1.0"),
         (["--prompt-ids", "1,x"], "whole numbers with commas"),
         (["--nonsense"], "--nonsense"),
         ([], "exactly one of --prompt, --prompt-file and --prompt-ids"),

@@ -1,11 +1,14 @@
-"""Bug reports E3, F3 and F4 replayed through the whole engine on a tiny random model.
+"""Bug reports E3, F3, F4 and H2 replayed through the whole engine on a tiny random model.
 
 E3: the same prompt gives the same ids whatever it rides with. F3: a prompt over several forward passes equals one pass.
-F4: a long prompt does not stop running streams, counted in steps. Native promises bits, so bits are compared.
+F4: a long prompt does not stop running streams, counted in steps. H2: nothing spins once the answer is out. Native
+promises bits, so bits are compared.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +177,33 @@ def test_f4_a_long_prompt_does_not_freeze_the_streams(tiny_config: dict[str, Any
     core.step()
     core.check_integrity()
     assert core.scheduler.pool.usage == 0
+
+
+# H2
+
+IDLE = """
+import asyncio, sys, time
+from coterie import SamplingParams
+from coterie.engine.config import EngineConfig
+from coterie.engine.frontend import AsyncEngine
+
+async def main():
+    engine = AsyncEngine.launch(sys.argv[1], EngineConfig(load_format="dummy", threads=4, max_model_len=256))
+    output = await engine.generate([5] * 60, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 40
+    await asyncio.sleep(0.5)
+    before = time.process_time()
+    await asyncio.sleep(1.0)
+    print(time.process_time() - before)
+    await engine.shutdown(drain=True)
+
+asyncio.run(main())
+"""
+
+
+def test_h2_an_idle_engine_uses_no_processor(tiny_folder: Path) -> None:
+    """CPU seconds in a second after an answer: four spinning threads would burn as many as the machine has cores."""
+    command = [sys.executable, "-c", IDLE, str(tiny_folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) < 0.1

@@ -76,7 +76,7 @@ ENGINE_OPTIONS: tuple[Decorator, ...] = (
 
 SAMPLING_OPTIONS: tuple[Decorator, ...] = (
     click.option("--temperature", type=click.FloatRange(min=0.0), default=1.0, show_default=True, help="0 is greedy."),
-    click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=1.0, show_default=True),
+    click.option("--top-p", type=click.FloatRange(0.0, 1.0), default=1.0, show_default=True, help="0: the top token."),
     click.option("--top-k", type=click.IntRange(min=-1), default=-1, show_default=True, help="-1 or 0: off."),
     click.option("--min-p", type=click.FloatRange(0.0, 1.0), default=0.0, show_default=True),
     click.option("--repetition-penalty", type=click.FloatRange(min=0.0, min_open=True), default=1.0, show_default=True),
