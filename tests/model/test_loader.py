@@ -614,6 +614,15 @@ def test_rotary_frequencies_are_harmless(tmp_path: Path) -> None:
     assert skip.tensors == 2 and "rotary" in skip.reason
 
 
+def test_empty_tensors_of_absent_parts_are_harmless(tmp_path: Path) -> None:
+    """transformers writes them for `n_shared_experts` 0."""
+    empty = {"model.layers.1.mlp.extra.gate_proj.weight": torch.zeros(0, HIDDEN)}
+    write_folder(tmp_path, {**hf_tensors(), **empty})
+    loaded, _ = load(tmp_path)
+    (skip,) = loaded.report.skipped
+    assert (skip.reason, skip.tensors, skip.example) == ("empty tensor", 1, next(iter(empty)))
+
+
 def test_foreign_towers_are_unclaimed(tmp_path: Path) -> None:
     tensors = {name.replace("model.", "model.language_model.", 1): value for name, value in hf_tensors().items()}
     write_folder(tmp_path, {**tensors, "model.layers.0.weight": torch.zeros(2)})

@@ -27,6 +27,9 @@ def yarn(**values: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 8.0,
+}  # fmt: skip
 V2 = {
     **BASE, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "topk_method": "greedy",
     "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
@@ -60,13 +63,15 @@ def _v3(
     return Case(entry, mutation, override or {})
 
 
-def _other(name: str, family: str, mutation: dict[str, Any], **values: Any) -> Case:
+def _other(
+    name: str, family: str, mutation: dict[str, Any], override: dict[str, Any] | None = None, **values: Any
+) -> Case:
     common = {
         "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": MAX_POSITIONS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
         "tie_word_embeddings": False, "intermediate_size": 96,
     }  # fmt: skip
-    return Case(Entry(name, f"{family}Config", f"{family}ForCausalLM", {**common, **values}), mutation)
+    return Case(Entry(name, f"{family}Config", f"{family}ForCausalLM", {**common, **values}), mutation, override or {})
 
 
 MATRIX_MUTATIONS: dict[str, dict[str, Any]] = {
@@ -108,6 +113,10 @@ OWN_CASES = [
         "rope_theta": 50000.0, "original_max_position_embeddings": 128}},
         rope_parameters={**yarn(mscale=1.0, mscale_all_dim=1.0), "factor": 32.0, "rope_theta": 50000.0,
         "beta_fast": 1, "beta_slow": 1, "original_max_position_embeddings": 128}),
+    _v3("v3-yarn-truncate-null", {"rope_parameters": {**yarn(mscale=1.0, mscale_all_dim=1.0, truncate=True),
+        "rope_theta": 100.0, "original_max_position_embeddings": 128}},
+        rope_parameters={**yarn(mscale=1.0, mscale_all_dim=1.0, truncate=None), "rope_theta": 100.0,
+        "original_max_position_embeddings": 128}),
     _v3("v3-tied-head", {"routed_scaling_factor": 1.0}, tie_word_embeddings=True),
     _v3("v3-odd-sizes", {"topk_group": 3}, hidden_size=60, num_attention_heads=3, num_key_value_heads=3,
         qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14, kv_lora_rank=22, q_lora_rank=18, vocab_size=101,
@@ -134,6 +143,28 @@ OWN_CASES = [
            attention_bias=False, partial_rotary_factor=0.5, num_mtp_layers=0),
     _other("qwen2-moe-normed", "Qwen2Moe", {"norm_topk_prob": False}, num_experts=6, num_experts_per_tok=2,
            moe_intermediate_size=24, shared_expert_intermediate_size=40, norm_topk_prob=True, qkv_bias=True),
+    _v2("v2-one-layer-all-experts", {"routed_scaling_factor": 1.0}, num_hidden_layers=1, first_k_dense_replace=0,
+        num_experts_per_tok=8, n_group=8, topk_group=8, topk_method="group_limited_greedy", routed_scaling_factor=0.5,
+        qk_rope_head_dim=16, v_head_dim=5, rms_norm_eps=0.1),
+    _other("glm4-moe-groups-three-quarters", "Glm4Moe", {"topk_group": 3}, head_dim=16, hidden_size=33,
+           num_key_value_heads=1, moe_intermediate_size=21, n_routed_experts=6, num_experts_per_tok=2, n_group=3,
+           topk_group=2, n_shared_experts=2, use_qk_norm=True, attention_bias=True, num_mtp_layers=0, vocab_size=101,
+           rope_parameters={**yarn(attention_factor=0.8, factor=2.5), "partial_rotary_factor": 0.75}),
+    _other("glm47-flash-mixed-layers", "Glm4MoeLite", {"rope_interleave": True}, num_key_value_heads=4,
+           mlp_layer_types=["sparse", "dense", "sparse"], kv_lora_rank=33, q_lora_rank=None, qk_nope_head_dim=7,
+           qk_rope_head_dim=10, v_head_dim=24, moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=3,
+           n_group=2, topk_group=1, rope_interleave=False, attention_bias=True),
+    _other("dots1-groups-biases", "Dots1", {"topk_group": 4}, head_dim=18, hidden_size=60, num_key_value_heads=4,
+           moe_intermediate_size=33, n_routed_experts=12, num_experts_per_tok=6, n_shared_experts=3, n_group=4,
+           topk_group=2, first_k_dense_replace=0, attention_bias=True, sliding_window=None, norm_topk_prob=True,
+           routed_scaling_factor=2.5),
+    _other("qwen3-moe-all-experts-one-key-head", "Qwen3Moe", {"num_experts_per_tok": 5}, num_key_value_heads=1,
+           hidden_size=33, head_dim=18, num_experts=6, num_experts_per_tok=6, moe_intermediate_size=1,
+           mlp_only_layers=[0], attention_bias=True, rms_norm_eps=0.3, tie_word_embeddings=True, vocab_size=101,
+           rope_parameters={"rope_type": "linear", "rope_theta": 25.5, "factor": 0.5}),
+    _other("llama3-rope-original-absent", "Llama",
+           {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
+           {"rope_parameters": LLAMA3}, rope_parameters=LLAMA3),
 ]  # fmt: skip
 
 ALL_CASES = MATRIX_CASES + OWN_CASES

@@ -18,6 +18,15 @@ CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def tiny_mla(**changes: Any) -> dict[str, Any]:
     """DeepSeek-V2-Lite's released config with changes."""
     return {**json.loads((CONFIGS / "deepseek-v2-lite.json").read_text()), **changes}
@@ -54,13 +63,7 @@ SCALINGS: list[dict[str, Any]] = [
     {**YARN, "beta_fast": 0, "beta_slow": None},
     {**YARN, "factor": 0.5, "mscale": 0.707},
     {"rope_type": "linear", "factor": 4.0},
-    {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
+    LLAMA3,
 ]
 
 
@@ -90,6 +93,16 @@ def test_softmax_scale_takes_mscale_all_dim_squared(mscale_all_dim: Any, factor:
     scaling = {**YARN, "factor": factor, "mscale": 0.707, "mscale_all_dim": mscale_all_dim}
     attention = ModelSpec.from_hf(tiny_mla(rope_scaling=scaling)).layers[0].attention
     assert attention.softmax_scale == pytest.approx(192**-0.5 * expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_original_positions_default_to_the_models(kind: str) -> None:
+    values = {**(YARN if kind == "yarn" else LLAMA3), "type": kind, "rope_type": kind}
+    del values["original_max_position_embeddings"]
+    config = tiny_gqa(rope_scaling=values, max_position_embeddings=1024)
+    rope = ModelSpec.from_hf(config).layers[0].attention.rope
+    assert rope.original_max_positions == 1024
+    np.testing.assert_allclose(inverse_frequencies(rope), oracle(config)[0], rtol=3e-7)
 
 
 def test_softmax_scale_without_the_field() -> None:

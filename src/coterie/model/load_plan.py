@@ -276,6 +276,8 @@ class _Planner:
                 self._skip(f"MTP block: {off}", tensor)
             elif match and first <= layer < first + declared and match[2] in _MTP_COPIES:
                 self._copy_of_main(tensor, _MTP_COPIES[match[2]])
+            elif not tensor.nbytes:
+                self._skip("empty tensor", tensor)
             else:
                 self._unclaimed(tensor.name)
         for name in self.foreign:

@@ -219,6 +219,7 @@ def fuse_experts(layout: WeightLayout, present: Container[str]) -> None:
 
     Decided by names only; the shapes are checked like any other. Parts count rows of the flattened [E * rows, cols].
     """
+    _rename_block(layout, present)
     groups: dict[str, list[str]] = {}
     for tensor in layout.tensors:
         if match := _EXPERT.fullmatch(tensor):
@@ -236,3 +237,13 @@ def fuse_experts(layout: WeightLayout, present: Container[str]) -> None:
             for name in mine:
                 del layout.tensors[name]
             layout.tensors[fused] = TensorEntry((size.count, size.rows, size.cols), parts)
+
+
+def _rename_block(layout: WeightLayout, present: Container[str]) -> None:
+    """Mixtral's `block_sparse_moe` is `mlp` where a file was saved under the names that transformers 5 uses inside."""
+
+    def spelling(tensor: str) -> str:
+        block, dot, end = tensor.partition(".block_sparse_moe.")
+        return f"{block}.mlp.{end}" if dot and f"{block}.mlp.gate.weight" in present else tensor
+
+    layout.tensors = {spelling(tensor): entry for tensor, entry in layout.tensors.items()}

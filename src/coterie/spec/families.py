@@ -289,6 +289,8 @@ _MIXTRAL = Family(
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "sliding_window": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
 )
 _LLAMA = Family(

@@ -92,7 +92,7 @@ def rope_spec(config: RopeConfig, head_dim: int, max_positions: int, *, interlea
     if config.kind == "linear":
         return RopeSpec(dim, config.theta, interleaved, "linear", factor)
     original = config.values.get("original_max_position_embeddings")
-    if original is None and config.kind == "yarn":
+    if original is None:
         original = max_positions
     if not is_integer(original) or cast(int, original) < 1:
         raise SpecError(f"{config.owner}: rope original_max_position_embeddings={original!r} is no positive integer")
