@@ -121,7 +121,7 @@ class Fields:
 
     def error(self, name: str, expected: str) -> SpecError:
         """A SpecError about the value of `name`."""
-        given = f"{self.label(name)}={_short(self.raw(name))}"
+        given = f"{self.label(name)}={short_text(self.raw(name))}"
         return SpecError(f"{self.owner}: {given} is not possible; expected {expected}")
 
     def integer(self, name: str, minimum: int = 1) -> int:
@@ -173,7 +173,7 @@ class Fields:
                 unknown.append(key)
             else:
                 raise SpecError(
-                    f"{self.owner}: unknown field {key}={_short(value)}, which may alter the mathematics; "
+                    f"{self.owner}: unknown field {key}={short_text(value)}, which may alter the mathematics; "
                     "remove it if it is harmless, otherwise this model is not supported"
                 )
         return Leftovers(tuple(sorted(ignored)), tuple(sorted(unknown)))
@@ -187,7 +187,7 @@ def is_integer(value: Any) -> bool:
 def positive_number(owner: str, label: str, value: Any) -> float:
     """`value` as a finite float greater than zero."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise SpecError(f"{owner}: {label}={_short(value)} is not possible; expected a finite number above zero")
+        raise SpecError(f"{owner}: {label}={short_text(value)} is not possible; expected a finite number above zero")
     return float(value)
 
 
@@ -201,7 +201,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _short(value: Any) -> str:
+def short_text(value: Any) -> str:
+    """`repr` for a message, cut to 60 characters."""
     try:
         text = repr(value)
     except ValueError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from coterie.spec.errors import SpecError
-from coterie.spec.fields import Fields, is_integer, positive_number, same_value
+from coterie.spec.fields import MAX_INTEGER, Fields, is_integer, positive_number, same_value, short_text
 from coterie.spec.model import RopeSpec
 from coterie.spec.rope import yarn_mscale
 
@@ -28,6 +28,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
 }
 """Scaling types that can be run, and the keys each one reads."""
 
+_LEAST, _MOST = 1e-9, 1e15
 _ABSENT: Mapping[str, Any] = {"rope_type": "default", "truncate": True}
 """What an absent key means where that is not the same as null: a null `truncate` does not truncate."""
 
@@ -49,7 +50,7 @@ class RopeConfig:
             return default
         if value is None:
             raise SpecError(f"{self.owner}: rope of type {self.kind!r} needs {key}, which is missing")
-        return positive_number(self.owner, f"rope {key}", value)
+        return _moderate(self.owner, f"rope {key}", value)
 
     def mscale(self, key: str) -> float:
         """`mscale` or `mscale_all_dim`; 0 when absent, null or 0."""
@@ -94,8 +95,9 @@ def rope_spec(config: RopeConfig, head_dim: int, max_positions: int, *, interlea
     original = config.values.get("original_max_position_embeddings")
     if original is None:
         original = max_positions
-    if not is_integer(original) or cast(int, original) < 1:
-        raise SpecError(f"{config.owner}: rope original_max_position_embeddings={original!r} is no positive integer")
+    if not is_integer(original) or not 1 <= cast(int, original) <= MAX_INTEGER:
+        text = f"rope original_max_position_embeddings={short_text(original)} is not possible"
+        raise SpecError(f"{config.owner}: {text}; expected an integer from 1 to {MAX_INTEGER}")
     original = cast(int, original)
     if config.kind == "llama3":
         low, high = config.number("low_freq_factor"), config.number("high_freq_factor")
@@ -143,8 +145,10 @@ def _section(fields: Fields, name: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise SpecError(f"{fields.owner}: {name}={value!r} is not possible; expected an object or null")
+        raise SpecError(f"{fields.owner}: {name}={short_text(value)} is not possible; expected an object or null")
     section = dict(value)
+    if not all(isinstance(key, str) for key in section):
+        raise SpecError(f"{fields.owner}: {name} has a field name that is not text")
     kind = section.pop("type", None)
     if kind is not None and section.setdefault("rope_type", kind) != kind:
         raise SpecError(f"{fields.owner}: {name} says type={kind!r} and rope_type={section['rope_type']!r}")
@@ -179,4 +183,12 @@ def _shared(fields: Fields, name: str, old: Mapping[str, Any], new: Mapping[str,
         given = [fields.default(name)]
     if not all(same_value(given[0], value) for value in given):
         raise SpecError(f"{fields.owner}: {name} is given more than once and disagrees: {given!r}")
-    return positive_number(fields.owner, name, given[0])
+    return _moderate(fields.owner, name, given[0])
+
+
+def _moderate(owner: str, label: str, value: Any) -> float:
+    """A number above zero that no product or logarithm here takes out of the range of floats."""
+    number = positive_number(owner, label, value)
+    if not _LEAST <= number <= _MOST:
+        raise SpecError(f"{owner}: {label}={number:g} is not possible; expected a number from {_LEAST:g} to {_MOST:g}")
+    return number
