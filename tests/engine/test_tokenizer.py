@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import tokenizers
 from tiny_tokenizers import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from coterie.engine.errors import InvalidRequest
 from coterie.engine.tokenizer import Tokenizer, eos_token_ids, load_tokenizer, text_form
 from coterie.spec.errors import CoterieError
 
@@ -51,6 +53,36 @@ def test_a_rendered_template_has_its_own_bos(tmp_path: Path) -> None:
     tokenizer = Tokenizer(byte_tokenizer(tmp_path, add_bos_token=True))
     assert tokenizer.encode("<|bos|>A", add_special_tokens=False) == [BOS, 65]
     assert (tokenizer.bos_token, tokenizer.bos_token_id, tokenizer.eos_token_id) == ("<|bos|>", BOS, END)
+
+
+def test_a_long_text_does_not_stop_other_threads(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(byte_tokenizer(tmp_path))
+    text = "ab " * 300_000
+    begun, done = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        assert tokenizer.encode(text) == list(text.encode())
+        done.set()
+
+    worker = threading.Thread(target=encode)
+    worker.start()
+    begun.wait()
+    turns = 0
+    while not done.wait(0.001):
+        turns += 1
+    worker.join()
+    # With the interpreter held there is one turn before the library is entered and one after it is left.
+    assert turns > 10
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_place(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(byte_tokenizer(tmp_path))
+    for text in ("ab\ud83d", "ab\udcff c"):
+        with pytest.raises(InvalidRequest, match=r"not valid Unicode: '\\ud(83d|cff)' at character 2") as caught:
+            tokenizer.encode(text)
+        assert caught.value.param == "prompt"
+    assert tokenizer.encode("😀") == list("😀".encode())
 
 
 def test_eos_of_every_file(tmp_path: Path) -> None:

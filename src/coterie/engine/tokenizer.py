@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import tokenizers
 
+from coterie.engine.errors import InvalidRequest
 from coterie.spec.errors import CoterieError
 
 TextForm = Literal["byte_level", "sentencepiece", "other"]
@@ -53,18 +54,23 @@ class Tokenizer:
         return None if text is None else self._library.token_to_id(text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Text to ids. A rendered chat template already holds its special tokens: encode it with `False`."""
-        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
-        if not add_special_tokens:
-            return ids
-        bare: list[int] | None = None
-        if self._add_bos is not None or self._add_eos is not None:
-            bare = self._library.encode(text, add_special_tokens=False).ids
-        return ids if bare is None else self._apply_rules(ids, bare)
+        """Text to ids. A rendered chat template already holds its special tokens: encode it with `False`.
 
-    def _apply_rules(self, ids: list[int], bare: list[int]) -> list[int]:
-        """What the post-processor made (`ids`), with bos and eos as tokenizer_config.json wants them."""
-        extra = len(ids) - len(bare)
+        Other threads run meanwhile. Raises `InvalidRequest` for a text with half a surrogate pair, which is no Unicode.
+        """
+        try:
+            # The batch call lets go of the interpreter (the plain one stops every thread for seconds on a long text)
+            # and the fast one leaves out offsets, which nobody reads.
+            (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise no_unicode(text) from error
+        ids: list[int] = encoding.ids
+        if not add_special_tokens or (self._add_bos is None and self._add_eos is None):
+            return ids
+        return self._apply_rules(ids, self._library.num_special_tokens_to_add(False))
+
+    def _apply_rules(self, ids: list[int], extra: int) -> list[int]:
+        """What the post-processor made (`ids`, `extra` of them its own), with bos and eos as the config wants them."""
         has_bos = extra > 0 and ids[:1] == [self.bos_token_id]
         has_eos = extra > int(has_bos) and ids[-1:] == [self.eos_token_id]
         if self._add_bos is True and not has_bos:
@@ -109,6 +115,15 @@ class Tokenizer:
         if self.form == "sentencepiece":
             return spell_sentencepiece(token)
         return self._library.decode([token_id], skip_special_tokens=False).encode()
+
+
+def no_unicode(text: str) -> InvalidRequest:
+    """What is wrong with a text that cannot be encoded: Python keeps bytes that were no UTF-8 as lone surrogates."""
+    at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
+    shown = ascii(text[at : at + 1])
+    return InvalidRequest(
+        "prompt", f"the text is not valid Unicode: {shown} at character {at} is half a surrogate pair, or a stray byte"
+    )
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
