@@ -127,6 +127,32 @@ def test_logits_of_the_mock() -> None:
         failing.logits([1, 7])
 
 
+def test_logits_of_a_text_and_of_a_prompt_that_fills_the_context(tmp_path: Path) -> None:
+    llm = make_llm(byte_tokenizer(tmp_path, add_bos_token=True), make_core())
+    np.testing.assert_array_equal(llm.logits("é"), llm.logits([256, *"é".encode()]))
+    longest = llm.max_model_len
+    assert len(llm.logits([1] * longest)) == longest
+    with pytest.raises(InvalidRequest, match=f"at most {longest} tokens"):
+        llm.logits([1] * (longest + 1))
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, b"bytes", bytearray(b"x"), {"a": 1}, ["a", 5], [[1], None], [b"a"]])
+def test_what_is_no_prompt_is_refused_with_what_is(tmp_path: Path, prompt: Any) -> None:
+    llm = make_llm(byte_tokenizer(tmp_path), make_core())
+    with pytest.raises(InvalidRequest, match="a prompt is a text or a sequence of token ids, not ") as caught:
+        llm.generate(prompt, GREEDY)
+    assert caught.value.param == "prompt"
+
+
+def test_what_is_wrong_with_the_options_is_said_before_weights_are_looked_for(tiny_folder: Path) -> None:
+    with pytest.raises(CoterieError, match="beyond the model's"):
+        LLM(tiny_folder, max_model_len=10**6)
+    with pytest.raises(CoterieError, match="mem_fraction_static"):
+        LLM(tiny_folder, mem_fraction_static=float("nan"))
+    with pytest.raises(CoterieError, match="threads=5000"):
+        LLM(tiny_folder, threads=5000)
+
+
 def test_closed() -> None:
     llm = make_llm(None, make_core())
     with llm:

@@ -61,6 +61,7 @@ def test_a_huge_context_is_not_taken_unasked() -> None:
         ({"max_model_len": 4096, "mem_fraction_static": 0.1}, ["4096", "960", "256 B"]),
         ({"mem_fraction_static": 0.001}, ["64 tokens", "mem_fraction_static"]),
         ({"kv_cache_tokens": 20_000}, ["20000", "10000"]),
+        ({"page_size": 1_000_000}, ["one page of 1000000 tokens", "lower page_size"]),
         ({"page_size": 0}, ["page_size", "0"]),
         ({"max_running_requests": 0}, ["max_running_requests"]),
         ({"mem_fraction_static": float("nan")}, ["mem_fraction_static"]),

@@ -159,6 +159,21 @@ def test_too_long_names_all_three_numbers(length: int, max_tokens: int | None, p
         assert str(number) in str(error.value)
 
 
+def test_too_long_says_what_would_fit() -> None:
+    for max_tokens, longest in ((None, 127), (1, 127), (0, 128)):
+        params = SamplingParams(max_tokens=max_tokens)
+        with pytest.raises(InvalidRequest, match=f"at most {longest} tokens"):
+            validate_prompt([1] * 129, params, vocab_size=VOCAB, max_model_len=128)
+        validate_prompt([1] * longest, params, vocab_size=VOCAB, max_model_len=128)
+
+
+def test_an_integer_past_the_upper_end_is_told_of_it() -> None:
+    with pytest.raises(InvalidRequest, match=f"from {-(2**63)} to {2**64 - 1}, got {10**20}"):
+        checked(seed=10**20)
+    with pytest.raises(InvalidRequest, match="top_k must be an integer of at least -1, got -2"):
+        checked(top_k=-2)
+
+
 def test_min_tokens_must_fit_too() -> None:
     with pytest.raises(InvalidRequest, match="at most 28") as error:
         validate_prompt([1] * 100, SamplingParams(max_tokens=None, min_tokens=29), vocab_size=VOCAB, max_model_len=128)

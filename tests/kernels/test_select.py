@@ -47,8 +47,9 @@ def test_too_many_threads_are_allowed_and_said() -> None:
     choice = choose_thread_count(facts, 8)
     assert choice.value == "8"
     assert "a cgroup quota of 4 CPUs" in choice.reason
-    with pytest.raises(CoterieError, match="threads=0"):
-        select(threads=0)
+    for count in (0, 1025):
+        with pytest.raises(CoterieError, match=f"threads={count}: give 1 to 1024"):
+            select(threads=count)
 
 
 def test_unknown_values_are_refused() -> None:

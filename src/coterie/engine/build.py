@@ -16,7 +16,7 @@ from coterie.comm.transport import LocalTransport
 from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
 from coterie.engine.memory import available_memory
-from coterie.engine.resolve import Choice, Resolved, check_weights_fit, resolve
+from coterie.engine.resolve import Choice, Resolved, check_config, check_weights_fit, resolve
 from coterie.engine.runner import ModelRunner
 from coterie.engine.sampler import Sampler
 from coterie.engine.scheduler import Scheduler, SchedulerLimits
@@ -88,6 +88,7 @@ def build_engine(
     """Load a model and make its engine. Raises `CoterieError` for whatever cannot be run, with the numbers."""
     files = source if isinstance(source, ModelFiles) else open_model(source, strict=config.strict)
     spec = files.spec
+    check_config(spec, config)
     check_weights_fit(spec, config, available_memory())
     kernels, chosen = select(config.backend, threads=config.threads, isa=config.isa)
     loaded = _load(files, config, kernels, progress)

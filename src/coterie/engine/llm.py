@@ -20,6 +20,7 @@ from coterie.engine.admission import Door
 from coterie.engine.build import EngineInfo, ModelSource, Progress, build_engine
 from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
+from coterie.engine.errors import InvalidRequest
 from coterie.engine.messages import SamplingParams, Stats
 from coterie.engine.output import RequestOutput
 from coterie.engine.tracker import News, TrackedRequest, Tracker, collect
@@ -133,17 +134,20 @@ class LLM:
         finally:
             self._cancel([request])
 
-    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    def logits(self, prompt: Prompt) -> NDArray[np.float32]:
         """Logits of every position of a prompt: float32 [T, vocab]. Runs through the scheduler, in chunks like any."""
-        request = self._start(self.encode(token_ids), SamplingParams(max_tokens=0), want_logits=True)
+        ids = self.encode(prompt)
+        request = self._start(ids, SamplingParams(max_tokens=0), want_logits=True)
         while not request.is_finished:
             self._advance(request)
         if request.logits is None:
             raise CoterieError(self._error(request))
-        return np.frombuffer(request.logits, np.float32).reshape(len(token_ids), self.spec.vocab_size).copy()
+        return np.frombuffer(request.logits, np.float32).reshape(len(ids), self.spec.vocab_size).copy()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: a text as the tokenizer's files say, ids as they are."""
+        if not _is_prompt(prompt):
+            raise _no_prompt(prompt)
         if not isinstance(prompt, str):
             return [_plain(token) for token in prompt]
         if self.tokenizer is None:
@@ -222,11 +226,20 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as many. A sequence of integers is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) and not isinstance(prompts[0], str | Sequence | np.ndarray):
+    if not _is_prompt(prompts):
+        raise _no_prompt(prompts)
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_prompt(value: object) -> bool:
+    """Bytes are a sequence of integers, but nobody who hands them over means token ids."""
+    return isinstance(value, str | Sequence | np.ndarray) and not isinstance(value, bytes | bytearray)
+
+
+def _no_prompt(value: object) -> InvalidRequest:
+    return InvalidRequest("prompt", f"a prompt is a text or a sequence of token ids, not {type(value).__name__}")
 
 
 def _plain(token: Any) -> Any:

@@ -39,6 +39,24 @@ class Resolved:
     report: tuple[Choice, ...]
 
 
+def check_config(spec: ModelSpec, config: EngineConfig) -> None:
+    """Refuse what needs no weights to be seen wrong, so that nobody waits for a load first. Raises `CoterieError`."""
+    names = ("max_model_len", "max_running_requests", "chunked_prefill_size", "page_size", "kv_cache_tokens", "threads")
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise CoterieError(f"{name} must be at least 1, not {value}")
+    if config.max_queued_requests < 0:
+        raise CoterieError(f"max_queued_requests must not be negative, not {config.max_queued_requests}")
+    if not 0 < config.mem_fraction_static <= 1:
+        raise CoterieError(f"mem_fraction_static must be above 0 and at most 1, not {config.mem_fraction_static}")
+    asked = config.max_model_len
+    if asked is not None and asked > spec.max_positions:
+        raise CoterieError(
+            f"max_model_len {asked} is beyond the model's {spec.max_positions} positions; ask for at most that"
+        )
+
+
 def check_weights_fit(spec: ModelSpec, config: EngineConfig, available: int) -> None:
     """Refuse a model whose weights alone are more than the memory. Raises `CoterieError` with the numbers."""
     narrow = config.dtype == "bfloat16" or (config.dtype == "auto" and spec.dtype == "bfloat16")
@@ -53,7 +71,7 @@ def check_weights_fit(spec: ModelSpec, config: EngineConfig, available: int) -> 
 
 def resolve(spec: ModelSpec, config: EngineConfig, weight_kind: WeightKind, available: int) -> Resolved:
     """Choose context length and cache. `available`: bytes that may be had once the weights are loaded."""
-    _check_ranges(config)
+    check_config(spec, config)
     cache_kind = _cache_kind(config, weight_kind)
     token_bytes = spec.kv_bytes_per_token(BYTES_PER_VALUE[cache_kind.value])
     budget = int(available * config.mem_fraction_static)
@@ -85,10 +103,6 @@ def _cache_kind(config: EngineConfig, weight_kind: WeightKind) -> _Kind:
 def _context(spec: ModelSpec, config: EngineConfig, fits: int, token_bytes: int) -> Choice:
     """The longest prompt plus answer."""
     asked = config.max_model_len
-    if asked is not None and asked > spec.max_positions:
-        raise CoterieError(
-            f"max_model_len {asked} is beyond the model's {spec.max_positions} positions; ask for at most that"
-        )
     if fits < pages_for(asked or 1, config.page_size) * config.page_size:
         raise CoterieError(_too_small(config, asked, fits, token_bytes))
     if asked is not None:
@@ -119,9 +133,10 @@ def _too_small(config: EngineConfig, asked: int | None, fits: int, token_bytes: 
             f"kv_cache_tokens {config.kv_cache_tokens} cannot hold {wanted}; raise it, or lower max_model_len to {fits}"
         )
     needed = (asked or config.page_size) * token_bytes
+    lower = f"max_model_len to at most {fits}" if asked is not None and fits else "page_size"
     return (
         f"the cache cannot hold {wanted}: that needs {gigabytes(needed)} at {token_bytes} B a token, and "
-        f"{config.mem_fraction_static:g} of free memory holds {fits} tokens; lower max_model_len to at most {fits}, "
+        f"{config.mem_fraction_static:g} of free memory holds {fits} tokens; lower {lower}, "
         "raise mem_fraction_static, or use kv_cache_dtype bfloat16"
     )
 
@@ -136,18 +151,6 @@ def _capacity(config: EngineConfig, length: int, fits: int) -> Choice:
         reason = f"{config.max_running_requests} running requests of {length} tokens"
         return Choice("kv_cache_tokens", str(most), reason)
     return Choice("kv_cache_tokens", str(fits), f"{config.mem_fraction_static:g} of the free memory")
-
-
-def _check_ranges(config: EngineConfig) -> None:
-    names = ("max_model_len", "max_running_requests", "chunked_prefill_size", "page_size", "kv_cache_tokens", "threads")
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise CoterieError(f"{name} must be at least 1, not {value}")
-    if config.max_queued_requests < 0:
-        raise CoterieError(f"max_queued_requests must not be negative, not {config.max_queued_requests}")
-    if not 0 < config.mem_fraction_static <= 1:
-        raise CoterieError(f"mem_fraction_static must be above 0 and at most 1, not {config.mem_fraction_static}")
 
 
 def pages_for(tokens: int, page_size: int) -> int:

@@ -84,12 +84,13 @@ def validate_prompt(
     if not length:
         raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
     asked = params.max_tokens
-    if length > max_model_len or (length == max_model_len and asked != 0):
+    longest = max_model_len - (asked != 0)
+    if length > longest:
         wanted = "no max_tokens" if asked is None else f"max_tokens={asked}"
         raise InvalidRequest(
             "prompt",
             f"the context limit is {max_model_len} tokens, the prompt has {length} and {wanted} was asked for;"
-            f" shorten the prompt to at most {max_model_len - 1} tokens",
+            f" shorten the prompt to at most {longest} tokens",
         )
     check_token_ids("prompt", prompt_token_ids, vocab_size)
     if asked is not None and length + asked > max_model_len:
@@ -169,9 +170,8 @@ def _check_float(params: SamplingParams, name: str, low: float, high: float) -> 
 def _check_int(params: SamplingParams, name: str, low: int, high: int) -> None:
     value = getattr(params, name)
     if type(value) is not int or not low <= value <= high:
-        raise _bad(
-            params, name, f"an integer of at least {low}" if high >= 2**62 else f"an integer from {low} to {high}"
-        )
+        unbounded = high >= 2**62 and not (type(value) is int and value > high)
+        raise _bad(params, name, f"an integer of at least {low}" if unbounded else f"an integer from {low} to {high}")
 
 
 def _bad(params: SamplingParams, name: str, possible: str) -> InvalidRequest:

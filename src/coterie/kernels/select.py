@@ -16,6 +16,9 @@ from coterie.spec.errors import CoterieError
 
 Backend = Literal["native", "reference"]
 ActivationDtype = Literal["float32", "float64"]
+MAX_THREADS = 1024
+"""What the native kernels accept."""
+
 _KNOWN_LEVELS = ("generic", "avx2", "avx512")
 
 
@@ -36,8 +39,10 @@ def select(
     `threads` None: what the machine allows. `isa`: "auto" or a level to force (native only). `dtype`: of activations,
     float64 only on `reference`. Raises CoterieError for what this machine or installation cannot do.
     """
-    if threads is not None and threads < 1:
-        raise CoterieError(f"threads={threads}: give at least 1, or leave it out to use what the machine allows")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise CoterieError(
+            f"threads={threads}: give 1 to {MAX_THREADS}, or leave it out to use what the machine allows"
+        )
     if dtype not in ("float32", "float64"):
         raise CoterieError(f"activation dtype {dtype!r} is unknown; choose float32 or float64")
     if backend == "native":
