@@ -287,7 +287,8 @@ def test_unknown_fields_are_told_once(caplog):
     {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"tool_choice": "required"},
     {"tool_choice": {"type": "function", "function": {"name": "f"}}}, {"response_format": {"type": "json_object"}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, {"guided_json": {"a": 1}},
-    {"functions": [{"name": "f"}]}, {"audio": {"voice": "a"}},
+    {"functions": [{"name": "f"}]}, {"audio": {"voice": "a"}}, {"allowed_token_ids": [5]}, {"bad_words": ["a"]},
+    {"return_token_ids": True}, {"echo": True},
 ])  # fmt: skip
 def test_what_would_change_the_answer_is_refused_not_ignored(extra):
     error = refused(post(MockEngine(), CHAT, HELLO | extra))
@@ -298,6 +299,7 @@ def test_what_would_change_the_answer_is_refused_not_ignored(extra):
 @pytest.mark.parametrize("extra", [
     {"tools": None}, {"tools": []}, {"tool_choice": "none"}, {"tool_choice": "auto"}, {"tool_choice": None},
     {"response_format": {"type": "text"}}, {"response_format": None}, {"functions": []}, {"guided_json": None},
+    {"echo": False, "bad_words": [], "allowed_token_ids": None, "return_token_ids": False},
     {"stop": None, "temperature": None, "n": None, "logit_bias": None, "seed": None, "max_tokens": None},
     {"tools": [{"type": "function"}], "tool_choice": "none"},
 ])  # fmt: skip
@@ -334,6 +336,28 @@ def test_other_models_are_404():
     renamed = make_state(engine, served_model_name="org/name")
     assert post(renamed, CHAT, HELLO | {"model": "org/name"}).json()["model"] == "org/name"
     assert get(renamed, "/v1/models/org/name").status_code == 200
+
+
+def test_wrong_routes_and_methods_are_told_what_there_is():
+    engine = MockEngine()
+    error = refused(get(engine, "/v1"), 404)
+    assert error["code"] == "route_not_found" and "/openapi.json" in error["message"]
+    response = get(engine, TEXT)
+    assert response.headers["allow"] == "POST" and "this route takes POST" in refused(response, 405)["message"]
+    for path in ("/v1/models", "/v1/models/mock-model", "/health", "/ready", "/ping", "/version", "/metrics"):
+        head = get(engine, path, "HEAD")
+        assert head.status_code == 200 and head.content == b"", path
+    assert get(engine, "/v1/models/gpt-4", "HEAD").status_code == 404
+
+
+@pytest.mark.parametrize("count", [3, 10_000])
+def test_ids_are_spelled_the_same_on_the_loop_and_off_it(count):
+    ids = [256, *(65 + i % 26 for i in range(count))]
+    text = "<s>" + "".join(map(chr, ids[1:]))
+    assert post(MockEngine(), "/detokenize", {"tokens": ids}).json() == {"prompt": text}
+    body = {"prompt": text, "add_special_tokens": False, "return_token_strs": True}
+    answer = post(MockEngine(), "/tokenize", body).json()
+    assert answer["tokens"] == ids and answer["token_strs"] == ["<s>", *text[3:]]
 
 
 def test_model_without_a_tokenizer_takes_ids():

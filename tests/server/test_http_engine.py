@@ -182,11 +182,12 @@ def test_names_of_another_engine_repeat_the_core(http):
 
 
 def test_answers_are_counted_by_route_and_status(http):
-    for path in ("/wp-admin", "/v1/x", "/../../etc"):
+    for path in ("/wp-admin", "/v1/x", "/../../etc", "/v1/models/gpt-4", "/v1/models/a/b"):
         http.get(path)
     text = http.get("/metrics").text
     assert 'coterie:http_requests_total{path="other",status="404"}' in text
-    assert "wp-admin" not in text and 'path="/metrics",status="200"' in text
+    assert 'coterie:http_requests_total{path="/v1/models/{model_id}",status="404"} 2.0' in text
+    assert "wp-admin" not in text and "gpt-4" not in text and 'path="/metrics",status="200"' in text
 
 
 def test_hang_ups_give_all_memory_back(server, http):

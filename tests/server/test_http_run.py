@@ -106,7 +106,21 @@ def test_stop_while_loading():
     assert eventually(lambda: engine.shut_down == [False]), "an engine that comes up too late is shut down"
 
 
-def test_running_requests_may_finish():
+@pytest.mark.parametrize("content, said", [
+    (b"{% if %}", "own.jinja: the chat template is not valid jinja2"), (b"\xff", "cannot read the chat template"),
+    (None, "cannot read the chat template"),
+])  # fmt: skip
+def test_a_template_that_cannot_be_used_is_said_before_anything_loads(tmp_path, content, said):
+    file = tmp_path / "own.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(CoterieError, match=said) as caught:
+        serve(lambda observer: pytest.fail("loading began"), ServerConfig(port=0, chat_template=str(file)))
+    assert str(file) in str(caught.value)
+
+
+def test_running_requests_may_finish(caplog):
+    caplog.set_level(logging.INFO, "coterie.server")
     engine = MockEngine(
         lambda *_: [PromptInfo(), ChoiceDelta(0, "a", (1,)), 0.5, ChoiceDelta(0, "b", (2,), finish_reason="stop")]
     )
@@ -118,6 +132,7 @@ def test_running_requests_may_finish():
             text += "".join(pieces)
         server.join()
     assert text.endswith("data: [DONE]\n\n")
+    assert any("1 requests may run on for 10 s" in record.getMessage() for record in caplog.records)
     assert engine.aborted == [] and engine.shut_down == [False]
     with pytest.raises(httpx.ConnectError):
         httpx.get(server.url + "/health")

@@ -324,8 +324,6 @@ class _Planner:
             )
         if self.spec.quantization is not None and "F8_E4M3" not in dtypes:
             self.notes.append("config.json has a quantization_config, but no tensor is F8_E4M3")
-        if self.spec.ignored_fields:
-            self.notes.append(f"config.json fields that do not matter here: {', '.join(self.spec.ignored_fields)}")
         order = {path: number for number, path in enumerate(self.checkpoint.files)}
         planned = sorted(self.planned, key=lambda item: (order[item.tensor.path], item.tensor.start))
         skipped = tuple(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import FastAPI
 from msgspec import Struct
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -67,7 +68,14 @@ PATHS = frozenset({
     "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/ping", "/ready",
     "/version", "/metrics", "/openapi.json",
 })  # fmt: skip
-"""Paths that are counted by name; all others are one label."""
+"""Paths that are counted by name."""
+
+
+def path_label(path: str) -> str:
+    """What a path is counted as; those that are no route are one label, so that labels stay bounded."""
+    if path in PATHS:
+        return path
+    return "/v1/models/{model_id}" if path.startswith("/v1/models/") else "other"
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -88,7 +96,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.openapi = openapi  # type: ignore[method-assign]
     if state.config.api_key is not None:
         app.add_middleware(KeyCheck, api_key=state.config.api_key)
-    app.add_middleware(CountAnswers, metrics=state.metrics, paths=PATHS)
+    app.add_middleware(CountAnswers, metrics=state.metrics, label=path_label)
     return app
 
 
@@ -172,6 +180,8 @@ def _add(
         response_class=Response,
         openapi_extra=extra,
     )
+    if method == "GET":
+        app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _guarded(handler: Endpoint) -> Endpoint:
@@ -263,8 +273,12 @@ def _status(text: str, status: int) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
+    code, reason = None, str(error.detail)
+    if error.status_code == 404:
+        code, reason = "route_not_found", "there is no such route; GET /openapi.json lists what there is"
+    elif error.status_code == 405:
+        code, reason = "method_not_allowed", f"this route takes {Headers(error.headers).get('allow', 'another method')}"
+    message = f"{request.method} {request.url.path[:200]}: {reason}"
     return error_response(ApiError(Fault(error.status_code, message, code=code)), error.headers)
 
 

@@ -190,18 +190,18 @@ def _renamed(family: Metric, prefix: str) -> Metric:
 
 
 class CountAnswers:
-    """ASGI layer that counts answers; paths that are no route of ours are one label."""
+    """ASGI layer that counts answers. `label` says what a path is counted as, which keeps the labels bounded."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, label: Callable[[str], str]) -> None:
         self._app = app
         self._metrics = metrics
-        self._paths = paths
+        self._label = label
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        path = self._label(scope["path"])
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -33,6 +33,7 @@ UNSUPPORTED = frozenset({
     "audio", "prediction", "web_search_options", "suffix", "use_beam_search", "structured_outputs", "guided_json",
     "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "regex", "ebnf", "prompt_logprobs",
     "prompt_embeds", "continue_final_message", "chat_template", "documents", "functions", "function_call",
+    "allowed_token_ids", "bad_words", "logits_processors", "return_token_ids", "return_tokens_as_token_ids", "echo",
 })  # fmt: skip
 """Fields whose silent loss would change the answer: refused unless null, false or empty."""
 

@@ -161,6 +161,9 @@ class Server:
         """Stop accepting, let running requests finish for a while, then end them with an error."""
         self.state.phase = "draining"
         self._http.should_exit = True
+        if count := self.state.num_running:
+            seconds = self._config.shutdown_seconds
+            logger.info("stopping: %d requests may run on for %g s; a second signal ends them at once", count, seconds)
         _, unfinished = await asyncio.wait({serving}, timeout=self._config.shutdown_seconds)
         if unfinished:
             logger.warning("%d requests still run after the shutdown timeout; ended", self.state.num_running)

@@ -19,7 +19,7 @@ from coterie.server.generation import Generation, PromptJob
 from coterie.server.limits import BodyLimits
 from coterie.server.metrics import ServerMetrics
 from coterie.server.streaming import Envelope
-from coterie.server.templates import ChatTemplate, TemplateLimits
+from coterie.server.templates import ChatTemplate, TemplateLimits, check_template
 from coterie.spec.errors import CoterieError
 
 if TYPE_CHECKING:
@@ -66,13 +66,18 @@ class ServedModel:
 
 
 class ServerState:
-    """What the routes share. Touched by the event loop's thread only."""
+    """What the routes share. Touched by the event loop's thread only.
+
+    Raises CoterieError if the config's chat template cannot be used.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.body_limits = BodyLimits(config.max_body_bytes, config.max_body_seconds, config.max_json_depth)
         self.metrics = ServerMetrics(config.metrics_compat)
         self.phase: Phase = "loading"
+        # Read and compiled at once: nobody waits for a model to load to hear that the file cannot be used.
+        self._own_template = _template_file(config.chat_template) if config.chat_template is not None else None
         self._model: ServedModel | None = None
         self._running: set[Generation] = set()
 
@@ -82,11 +87,11 @@ class ServerState:
         return self._model
 
     def set_engine(self, engine: AsyncEngine) -> None:
-        """Begin to serve. Raises CoterieError if the chat template cannot be used."""
+        """Begin to serve. Raises CoterieError if the model's chat template cannot be used."""
         config = self.config
         name = config.served_model_name or engine.model_name
         tokenizer = engine.tokenizer
-        source = _template_file(config.chat_template) if config.chat_template else None
+        source = self._own_template
         if source is None and tokenizer is not None:
             source = tokenizer.chat_template
         tokens = {} if tokenizer is None else {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
@@ -126,6 +131,11 @@ class ServerState:
 
 def _template_file(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        source = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CoterieError(f"cannot read the chat template {path}: {error}") from error
+    try:
+        check_template(source)
+    except CoterieError as error:
+        raise CoterieError(f"{path}: {error}") from error
+    return source

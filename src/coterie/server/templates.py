@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import jinja2
@@ -98,10 +98,7 @@ class ChatTemplate:
         self._limits = limits
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
         environment = _environment()
-        try:
-            code = environment.compile(source or PLAIN, name=_FILE, filename=_FILE)
-        except TemplateError as error:
-            raise CoterieError(f"the chat template is not valid jinja2: {error}") from error
+        code = _compile(environment, source or PLAIN)
         self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
 
     async def render(self, prompt: ChatPrompt) -> str:
@@ -132,6 +129,18 @@ class ChatTemplate:
     def close(self) -> None:
         """Let go of the worker threads."""
         self._threads.shutdown(wait=False)
+
+
+def check_template(source: str) -> None:
+    """Raise CoterieError unless the source is a template that can be compiled."""
+    _compile(_environment(), source)
+
+
+def _compile(environment: ImmutableSandboxedEnvironment, source: str) -> CodeType:
+    try:
+        return environment.compile(source, name=_FILE, filename=_FILE)
+    except TemplateError as error:
+        raise CoterieError(f"the chat template is not valid jinja2: {error}") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
