@@ -96,8 +96,16 @@ def test_key_and_url_forms(stub, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert talk(stub, monkeypatch, "", "--api-key", "secret") == 0
     assert run(["chat", "--url", f"http://127.0.0.1:{stub.server_port}/v1/"]) == 0
-    assert stub.keys == ["Bearer secret", None]
+    assert run(["chat", "--url", f"127.0.0.1:{stub.server_port}"]) == 0
+    assert stub.keys == ["Bearer secret", None, None]
     assert run(["chat", "--url", f"http://127.0.0.1:{stub.server_port}", "-m", "folder"]) == 2
+
+
+def test_flags_that_a_server_would_not_hear_of_are_refused(stub, monkeypatch, capsys):
+    assert talk(stub, monkeypatch, "hello\n", "--threads", "3", "-c", "99", "--temperature", "0") == 2
+    error = capsys.readouterr().err
+    assert "--max-model-len, --threads has no effect on a server" in error and "--temperature" not in error
+    assert stub.bodies == []
 
 
 @pytest.mark.parametrize(
@@ -124,5 +132,8 @@ def test_no_server_and_no_url(capsys):
     server.server_close()
     assert run(["chat", "--url", f"http://127.0.0.1:{port}"]) == 1
     assert "no server answers at" in capsys.readouterr().err
-    assert run(["chat", "--url", "127.0.0.1"]) == 1
-    assert "is not a URL" in capsys.readouterr().err
+    assert run(["chat", "--url", f"127.0.0.1:{port}"]) == 1
+    assert f"no server answers at http://127.0.0.1:{port}/v1" in capsys.readouterr().err
+    for url in ("ftp://127.0.0.1", "file:///etc"):
+        assert run(["chat", "--url", url]) == 1
+        assert f"'{url}' is not a URL of a server" in capsys.readouterr().err

@@ -91,6 +91,8 @@ def test_unknown_command_names_the_possible_ones():
         (["--isa", "sse"], "'avx2'"),
         (["--temperature", "-1"], "x>=0"),
         (["--top-p", "-0.1"], "0.0<=x<=1.0"),
+        (["--mem-fraction-static", "nan"], "nan is not a finite number"),
+        (["--temperature", "inf"], "inf is not a finite number"),
         (["--prompt-ids", "1,x"], "whole numbers with commas"),
         (["--nonsense"], "--nonsense"),
         ([], "exactly one of --prompt, --prompt-file and --prompt-ids"),
@@ -201,6 +203,9 @@ def test_server_flags_cover_the_server_config_and_help_prints_the_limits():
     )  # fmt: skip
     for flag in ("--max-prompts", "--max-body-seconds", "--template-seconds"):
         assert run(["serve", flag, "0"]) == 2
+    for flag in ("--max-body-seconds", "--template-seconds", "--sse-ping-interval", "--shutdown-timeout",
+                 "--log-interval"):  # fmt: skip
+        assert run(["serve", flag, "nan"]) == run(["serve", flag, "inf"]) == 2
 
 
 def test_every_verb_has_help():
@@ -208,6 +213,31 @@ def test_every_verb_has_help():
         result = cli.get_command(click.Context(cli), verb)
         assert result is not None
         assert result.help
+
+
+def test_train_without_a_recipe_shows_its_help_and_its_length_is_a_number(capsys):
+    assert run(["train"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Usage: coterie train") and "prepare" in shown.out and shown.err == ""
+    assert run(["train", "demo", "--out", "unused", "--minutes", "nan"]) == 2
+    assert "nan is not a finite number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["", "a b", "schlüssel", " Q7x", "Q7x\n"])
+def test_a_key_that_could_never_be_sent_is_refused(key, capsys):
+    assert run(["serve", "--port", "0", "--api-key", key]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: --api-key ") and error.count("\n") == 1
+    assert key.strip() == "" or key.strip() not in error, "a key is not shown"
+
+
+def test_ready_text_of_a_model_without_a_tokenizer_asks_with_ids():
+    from coterie.cli.serve import ready_text
+
+    text = ready_text("http://h/v1", "m", needs_key=False, takes_text=False)
+    assert """'{"model": "m", "prompt": [1, 2, 3], "max_tokens": 40, "logprobs": 0}'""" in text
+    assert "prompt=[1, 2, 3], max_tokens=40, logprobs=0).choices[0].logprobs.tokens)" in text
+    assert "To be" not in text
 
 
 def test_interrupt_while_waiting_for_input_ends_cleanly(tmp_path):

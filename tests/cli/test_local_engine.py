@@ -126,6 +126,26 @@ def test_generate_without_tokenizer_takes_ids_only(engine, capsys):
     assert json.loads(capsys.readouterr().out)["text"] is None
 
 
+def test_without_a_tokenizer_nothing_is_loaded_for_a_text(engine, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    for verb in (["generate", str(tmp_path), "--prompt", "hello"], ["chat", str(tmp_path)]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+        assert run(verb) == 1
+        assert capsys.readouterr().err == (
+            f"error: {tmp_path.name} has no tokenizer.json, so it reads no text; use generate --prompt-ids 1,2,3\n"
+        )
+    assert engine.launched == []
+
+
+def test_a_prompt_from_stdin(engine, monkeypatch, capsys):
+    for data, code in (("zwölf\n".encode(), 0), (b"\xff", 1)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        assert run(["generate", "--prompt-file", "-", "--json"]) == code
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["prompt"] == "zwölf\n"
+    assert shown.err == "error: - is not UTF-8 text: invalid start byte at byte 0\n"
+
+
 def test_prompt_file_is_read_as_text(engine, tmp_path, capsys):
     file = tmp_path / "prompt.txt"
     file.write_bytes("zwölf\n".encode())

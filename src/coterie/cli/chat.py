@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from coterie.cli.common import Timing, engine_options, error_console, sampling_options, sampling_params
 from coterie.cli.remote import RemoteServer
 from coterie.cli.session import LocalEngine
+from coterie.engine.config import EngineConfig
 from coterie.spec.errors import CoterieError
 
 Message = dict[str, str]
@@ -43,11 +46,24 @@ def chat(**values: Any) -> None:
     if url is not None:
         if values["model_option"] is not None or given not in (None, url):
             raise click.UsageError("give a model folder or a server's URL, not both")
+        refuse_engine_flags(click.get_current_context())
         server = RemoteServer(url, values["api_key"])
         converse(remote_reply(server, values), server.model, values["system"])
         return
-    with LocalEngine(values) as local:
+    with LocalEngine(values, needs_text=True) as local:
         converse(local_reply(local, values), local.engine.model_name, values["system"])
+
+
+def refuse_engine_flags(context: click.Context) -> None:
+    """A server has chosen how its model runs; a flag that could change nothing is refused, not passed over."""
+    names = {field.name for field in fields(EngineConfig)}
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in names and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(f"{', '.join(given)} has no effect on a server; set it where the server is started")
 
 
 def remote_reply(server: RemoteServer, values: Mapping[str, Any]) -> Reply:

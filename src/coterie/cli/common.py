@@ -6,6 +6,7 @@ cannot disagree. Not a place for verbs, except `version`, which has no file of i
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import time
@@ -34,6 +35,16 @@ AT_LEAST_ONE = click.IntRange(min=1)
 SHOWN_PACKAGES = ("numpy", "tokenizers", "safetensors", "msgspec", "fastapi", "uvicorn", "torch")
 
 
+class FiniteRange(click.FloatRange):
+    """A range of numbers; neither NaN, which every bare comparison lets pass, nor infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
 def choice(field_name: str) -> click.Choice[str]:
     """The values that an EngineConfig field's Literal allows."""
     return click.Choice(get_args(get_type_hints(EngineConfig)[field_name]))
@@ -60,7 +71,7 @@ ENGINE_OPTIONS: tuple[Decorator, ...] = (
                  help="Tokens in one page of the cache."),
     click.option("--kv-cache-tokens", "--max-total-tokens", "kv_cache_tokens", type=AT_LEAST_ONE,
                  help="Capacity of the cache. [default: from --mem-fraction-static]"),
-    click.option("--mem-fraction-static", type=click.FloatRange(0.0, 1.0, min_open=True),
+    click.option("--mem-fraction-static", type=FiniteRange(0.0, 1.0, min_open=True),
                  default=DEFAULTS.mem_fraction_static, show_default=True, help="Share of free memory for the cache."),
     click.option("--enable-prefix-caching/--no-prefix-caching", " /--no-enable-prefix-caching",
                  "enable_prefix_caching", default=DEFAULTS.enable_prefix_caching, show_default=True,
@@ -75,11 +86,11 @@ ENGINE_OPTIONS: tuple[Decorator, ...] = (
 )  # fmt: skip
 
 SAMPLING_OPTIONS: tuple[Decorator, ...] = (
-    click.option("--temperature", type=click.FloatRange(min=0.0), default=1.0, show_default=True, help="0 is greedy."),
-    click.option("--top-p", type=click.FloatRange(0.0, 1.0), default=1.0, show_default=True, help="0: the top token."),
+    click.option("--temperature", type=FiniteRange(min=0.0), default=1.0, show_default=True, help="0 is greedy."),
+    click.option("--top-p", type=FiniteRange(0.0, 1.0), default=1.0, show_default=True, help="0: the top token."),
     click.option("--top-k", type=click.IntRange(min=-1), default=-1, show_default=True, help="-1 or 0: off."),
-    click.option("--min-p", type=click.FloatRange(0.0, 1.0), default=0.0, show_default=True),
-    click.option("--repetition-penalty", type=click.FloatRange(min=0.0, min_open=True), default=1.0, show_default=True),
+    click.option("--min-p", type=FiniteRange(0.0, 1.0), default=0.0, show_default=True),
+    click.option("--repetition-penalty", type=FiniteRange(min=0.0, min_open=True), default=1.0, show_default=True),
     click.option("--seed", "sampling_seed", type=int, help="The same seed gives the same answer."),
     click.option("--stop", multiple=True, help="Text that ends the answer; may be given more than once."),
 )

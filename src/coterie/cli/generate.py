@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ class TokenIds(click.ParamType):
 @click.command()
 @engine_options
 @click.option("--prompt", "-p", help="Text to continue.")
-@click.option("--prompt-file", type=click.Path(exists=True, dir_okay=False), help="File whose text to continue.")
+@click.option("--prompt-file", type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+              help="File whose text to continue; - is stdin.")  # fmt: skip
 @click.option("--prompt-ids", type=TokenIds(), help="Token ids to continue, as in 1,2,3.")
 @click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--min-tokens", type=click.IntRange(min=0), default=0, show_default=True)
@@ -47,7 +49,7 @@ def generate(**values: Any) -> None:
     """
     text = prompt_text(values)
     params = sampling_params(values)
-    with LocalEngine(values) as local:
+    with LocalEngine(values, needs_text=text is not None) as local:
         prompt_ids = values["prompt_ids"] if text is None else local.encode(text)
         live = not values["as_json"] and local.engine.tokenizer is not None
         answer = local.answer(prompt_ids, params, show_piece if live else ignore_piece)
@@ -88,12 +90,12 @@ def prompt_text(values: Mapping[str, Any]) -> str | None:
         return None
     if values["prompt_file"] is None:
         return str(values["prompt"])
+    name = values["prompt_file"]
+    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     try:
-        return Path(values["prompt_file"]).read_text(encoding="utf-8")
+        return data.decode()
     except UnicodeDecodeError as error:
-        raise CoterieError(
-            f"{values['prompt_file']} is not UTF-8 text: {error.reason} at byte {error.start}"
-        ) from error
+        raise CoterieError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def report(local: LocalEngine, text: str | None, prompt_ids: list[int], answer: Answer) -> dict[str, object]:

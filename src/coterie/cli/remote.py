@@ -21,7 +21,9 @@ class RemoteServer:
     """Base URL, key and model name of a server; `reply` streams one chat answer from it."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        base = url.rstrip("/")
+        base = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
+        if not base.startswith(("http://", "https://")):
+            raise CoterieError(f"'{url}' is not a URL of a server; write it as http://127.0.0.1:8000")
         self.base = base if base.endswith("/v1") else f"{base}/v1"
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:

@@ -16,6 +16,7 @@ from coterie.cli.common import (
     AT_LEAST_ONE,
     DEFAULTS,
     Decorator,
+    FiniteRange,
     LoadProgress,
     engine_config,
     engine_options,
@@ -30,7 +31,9 @@ from coterie.spec.errors import CoterieError
 
 SERVER = ServerConfig()
 PROMPT = "To be, or not"
-POSITIVE = click.FloatRange(min=0.0, min_open=True)
+PROMPT_IDS = [1, 2, 3]
+POSITIVE = FiniteRange(min=0.0, min_open=True)
+NOT_NEGATIVE = FiniteRange(min=0.0)
 
 logger = logging.getLogger("coterie.cli")
 
@@ -67,10 +70,10 @@ SERVER_OPTIONS: tuple[Decorator, ...] = (
     click.option("--sse-ping-interval", "sse_ping_seconds", type=POSITIVE,
                  default=SERVER.sse_ping_seconds, show_default=True,
                  help="Seconds between comments in a silent stream."),
-    click.option("--shutdown-timeout", "shutdown_seconds", type=click.FloatRange(min=0.0),
+    click.option("--shutdown-timeout", "shutdown_seconds", type=NOT_NEGATIVE,
                  default=SERVER.shutdown_seconds, show_default=True,
                  help="Seconds in which running requests may finish."),
-    click.option("--log-interval", "stats_log_seconds", type=click.FloatRange(min=0.0),
+    click.option("--log-interval", "stats_log_seconds", type=NOT_NEGATIVE,
                  default=SERVER.stats_log_seconds, show_default=True, help="Seconds between lines of throughput."),
     click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
                  show_default=True),
@@ -113,7 +116,13 @@ def serve(**values: Any) -> None:
         seconds = time.monotonic() - started
         click.secho(f"Ready  {url}/v1", bold=True, nl=False)
         click.echo(f"   {engine.model_name} · context {engine.max_model_len} · {seconds:.1f} s\n")
-        click.echo(ready_text(f"{url}/v1", engine.model_name, needs_key=server.api_key is not None))
+        hints = ready_text(
+            f"{url}/v1",
+            engine.model_name,
+            needs_key=server.api_key is not None,
+            takes_text=engine.tokenizer is not None,
+        )
+        click.echo(hints)
 
     started = time.monotonic()
     run_server(launch, server, say_ready)
@@ -135,20 +144,34 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
     names = {field.name for field in fields(ServerConfig)}
     config = ServerConfig(**{name: value for name, value in values.items() if name in names})
     if values["api_key_file"] is None:
-        return config
+        return config if config.api_key is None else replace(config, api_key=checked_key(config.api_key, "--api-key"))
     if values["api_key"] is not None:
         raise click.UsageError("give --api-key or --api-key-file, not both")
     path = Path(values["api_key_file"])
-    key = path.read_text(encoding="utf-8").strip()
+    return replace(config, api_key=checked_key(path.read_text(encoding="utf-8", errors="replace").strip(), str(path)))
+
+
+def checked_key(key: str, where: str) -> str:
+    """Return the key, or raise: an empty one protects nothing, and a header can carry visible ASCII only."""
     if not key:
-        raise CoterieError(f"{path} is empty; it must hold the API key")
-    return replace(config, api_key=key)
+        raise CoterieError(f"{where} is empty; it must hold the API key")
+    if not all("!" <= character <= "~" for character in key):
+        raise CoterieError(f"{where} holds a character that no header can carry; use visible ASCII without spaces")
+    return key
 
 
-def ready_text(base_url: str, model: str, *, needs_key: bool) -> str:
-    """Say where the server is and give lines to paste: one for curl, three for Python."""
+def ready_text(base_url: str, model: str, *, needs_key: bool, takes_text: bool = True) -> str:
+    """Say where the server is and give lines to paste: one for curl, three for Python.
+
+    Without a tokenizer prompts are ids and answers have no text, so the lines ask for the names of the tokens.
+    """
     header = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
-    body = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": 40})
+    asked: dict[str, Any] = {"prompt": PROMPT if takes_text else PROMPT_IDS, "max_tokens": 40}
+    if not takes_text:
+        asked["logprobs"] = 0
+    shown = "text" if takes_text else "logprobs.tokens"
+    arguments = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    body = json.dumps({"model": model} | asked)
     quoted = body.replace("'", "'\\''")
     key = "YOUR_KEY" if needs_key else "none"
     return f"""\
@@ -156,5 +179,5 @@ curl {base_url}/completions{header} -H 'Content-Type: application/json' -d '{quo
 
 from openai import OpenAI
 client = OpenAI(base_url={base_url!r}, api_key={key!r})
-print(client.completions.create(model={model!r}, prompt={PROMPT!r}, max_tokens=40).choices[0].text)
+print(client.completions.create(model={model!r}, {arguments}).choices[0].{shown})
 """

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -36,12 +37,17 @@ class Answer:
 
 
 class LocalEngine:
-    """Owns an AsyncEngine and the event loop it is asked from; use as a context manager."""
+    """Owns an AsyncEngine and the event loop it is asked from; use as a context manager.
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    `needs_text`: text will be asked of it, so a model without a tokenizer is refused, if possible before it is loaded.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, needs_text: bool = False) -> None:
         self._runner = asyncio.Runner()
         self._template: ChatTemplate | None = None
         folder, config = model_folder(values), engine_config(values)
+        if needs_text and folder is not None and not (Path(folder) / "tokenizer.json").is_file():
+            raise _reads_no_text(Path(folder).resolve().name)
         started = time.monotonic()
         with LoadProgress(error_console()) as progress:
             self.engine = AsyncEngine.launch(folder, config, progress=progress)
@@ -57,9 +63,7 @@ class LocalEngine:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Turn text into token ids; without a tokenizer the model takes ids only."""
         if self.engine.tokenizer is None:
-            raise CoterieError(
-                f"{self.engine.model_name} has no tokenizer.json, so it reads no text; use generate --prompt-ids 1,2,3"
-            )
+            raise _reads_no_text(self.engine.model_name)
         return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
@@ -109,3 +113,7 @@ class LocalEngine:
     def _stage_seconds(self) -> dict[str, float]:
         stats = self.engine.stats()
         return {} if stats is None else dict(stats.stage_seconds)
+
+
+def _reads_no_text(model: str) -> CoterieError:
+    return CoterieError(f"{model} has no tokenizer.json, so it reads no text; use generate --prompt-ids 1,2,3")

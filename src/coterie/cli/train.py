@@ -15,6 +15,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from coterie.cli.common import FiniteRange
+
 ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_ARENA_MAX": "2",
@@ -26,10 +28,11 @@ ENVIRONMENT = {
 
 
 class _RunByDefault(click.Group):
-    """A group whose first argument may be a recipe: then the verb is `run`."""
+    """A group whose first argument may be a recipe: then the verb is `run`. Without any it shows its help."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+        args = args or ["--help"]
+        if args[0] not in self.commands and args[0] not in ("-h", "--help"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -62,7 +65,7 @@ def prepare(recipe: str, data_folder: Path) -> None:
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for checkpoints and the model.")
 @click.option("--data", "data_folder", type=click.Path(path_type=Path), help="Prepared text (default: OUT/data).")
 @click.option("--resume", is_flag=True, help="Continue from the checkpoint in OUT.")
-@click.option("--minutes", type=click.FloatRange(min=0.1), help="Plan the run to take about this long on this machine.")
+@click.option("--minutes", type=FiniteRange(min=0.1), help="Plan the run to take about this long on this machine.")
 @click.option("--tokens", type=click.IntRange(min=1), help="Plan the run for this many tokens instead of the recipe's.")
 def run(
     recipe: str, out: Path, data_folder: Path | None, resume: bool, minutes: float | None, tokens: int | None
