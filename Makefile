@@ -1,4 +1,5 @@
-# make serve   install into .venv and serve the shipped model on http://127.0.0.1:$(PORT)
+# make serve   install into .venv and serve the shipped model on http://127.0.0.1:$(PORT); MODEL=folder serves another,
+#              SERVE_ARGS='--max-model-len 8192' adds flags
 # make test    install what the tests need as well, then run the fast and the slow set on the installed wheel
 # make lint    ruff and mypy;  make wheel  build dist/*.whl;  make clean  remove what was built
 # Everything is installed from a wheel that is rebuilt only when a source, CMakeLists.txt or pyproject.toml changed.
@@ -48,6 +49,7 @@ $(STAMPS)/venv:
 
 $(STAMPS)/wheel: $(STAMPS)/venv $(SOURCES)
 	@command -v $(or $(CXX),c++) >/dev/null || { echo "a C++20 compiler is needed (Debian: apt-get install g++)"; exit 1; }
+	@echo "building the wheel: a minute or two, most of it for the kernels; again only when a source changes"
 	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@touch $@
