@@ -160,13 +160,14 @@ def model_folder(values: Mapping[str, Any]) -> str | None:
 class LoadProgress:
     """Show bytes, rate and time left while a model loads: a bar on a terminal, else a plain line every two seconds.
 
-    Call it with (bytes done, bytes in all). Use as a context manager; may be called from another thread.
+    Call it with (bytes done, bytes in all). Use as a context manager; may be called from another thread. Its clock
+    starts with the first news: what happens before (imports, checks) loads no bytes and would spoil the rate.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._started = time.monotonic()
-        self._last_line = self._started
+        self._started: float | None = None
+        self._last_line = 0.0
         self._bar = Progress(
             TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
             console=console, transient=True,
@@ -187,6 +188,8 @@ class LoadProgress:
             self._bar.update(self._task, completed=done, total=total)
             return
         now = time.monotonic()
+        if self._started is None:
+            self._started = self._last_line = now
         if now - self._last_line >= 2.0:
             self._last_line = now
             self._console.print(load_line(done, total, now - self._started), highlight=False, soft_wrap=True)
