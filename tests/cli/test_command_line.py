@@ -73,6 +73,19 @@ def test_version_names_python_and_packages():
     assert "numpy" in result.stdout
 
 
+def test_what_the_terminal_cannot_show_is_an_escape():
+    code = (
+        "import click; from coterie.cli import main\n"
+        "@click.command()\ndef verb(): click.echo('é 地 😀')\n"
+        "main.VerbGroup.get_command = lambda self, ctx, name: verb\nmain.main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, "version"], capture_output=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (0, b"\xe9 \\u5730 \\U0001f600\n"), result.stderr
+
+
 def test_unknown_command_names_the_possible_ones():
     result = python("-m", "coterie", "server")
     assert result.returncode == 2

@@ -196,6 +196,12 @@ def test_interrupt_stops_the_answer_and_the_conversation_goes_on(engine, monkeyp
     assert bytes(engine.asked[1][0]).decode() == "^<user>a<assistant>Hel<user>b"
 
 
+def test_chat_without_any_stdin_ends_at_once(engine, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run(["chat"]) == 0
+    assert engine.asked == [] and "error" not in capsys.readouterr().err
+
+
 def test_interrupt_of_generate_ends_the_program(engine, capsys):
     engine.interrupt_answer = 1
     assert run(["generate", "--prompt", "a"]) == 130

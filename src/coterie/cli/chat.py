@@ -92,7 +92,7 @@ def local_reply(local: LocalEngine, values: Mapping[str, Any]) -> Reply:
 def converse(reply: Reply, model: str, system: str | None) -> None:
     """Read turns until the end of input or /exit; one turn's error is said and the conversation goes on."""
     aside = error_console()
-    interactive = sys.stdin.isatty()
+    interactive = sys.stdin is not None and sys.stdin.isatty()
     aside.print(f"[bold]{model}[/]  [dim]{HELP}[/]")
     opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(opening)
@@ -137,7 +137,7 @@ def take_turn(reply: Reply, messages: list[Message], line: str, aside: Console) 
 def read_turn(*, interactive: bool) -> str | None:
     """Read one line; None at the end of input."""
     if not interactive:
-        line = sys.stdin.readline()
+        line = "" if sys.stdin is None else sys.stdin.readline()
         return line.strip() if line else None
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 
 import click
 
@@ -136,5 +137,8 @@ def fail(message: str, code: int) -> int:
 
 
 def main() -> None:
-    """Entry point of the `coterie` command."""
+    """Entry point of the `coterie` command. What the terminal cannot spell is shown as an escape, not as an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run())
