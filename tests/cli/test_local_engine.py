@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from coterie.cli import session
 from coterie.cli.main import run
 from coterie.engine.config import EngineConfig
 from coterie.engine.messages import Stats
-from coterie.engine.output import ChoiceDelta, PromptInfo
+from coterie.engine.output import ChoiceDelta, PromptInfo, RequestTimes
 from coterie.spec.errors import CoterieError
 
 
@@ -28,6 +29,19 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + list(text.encode())
+
+
+class ScriptedStream:
+    """A stream of news with the engine's own times: first token after 0.25 s, the end after 1 s."""
+
+    times = RequestTimes(arrival=10.0, first_token=10.25, finished=11.0)
+
+    def __init__(self, news: AsyncGenerator) -> None:
+        self._news = news
+        self.aclose = news.aclose
+
+    def __aiter__(self) -> AsyncGenerator:
+        return self._news
 
 
 class ScriptedEngine:
@@ -55,7 +69,10 @@ class ScriptedEngine:
         seconds = {"attention": 0.25 * len(self.asked), "experts": 0.5}
         return Stats(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, seconds)
 
-    async def stream(self, prompt_token_ids, params, *, request_id=None):
+    def stream(self, prompt_token_ids, params, *, request_id=None):
+        return ScriptedStream(self._stream(prompt_token_ids, params))
+
+    async def _stream(self, prompt_token_ids, params):
         if len(prompt_token_ids) > self.refuse_longer_than:
             raise CoterieError("the prompt is longer than the context")
         self.asked.append((prompt_token_ids, params))
@@ -98,7 +115,7 @@ def test_generate_json_is_one_object_with_ids_timings_and_stages(engine, capsys)
     timings = value["timings"]
     assert timings["stage_seconds"] == {"attention": 0.25, "experts": 0.0}
     assert 0 <= timings["ttft_seconds"] <= timings["total_seconds"]
-    assert timings["decode_tokens_per_second"] > 0
+    assert timings["decode_tokens_per_second"] == pytest.approx(3 / 0.75)
     assert timings["prompt_tokens_per_second"] > 0
     (asked,) = engine.asked
     assert asked[0] == value["prompt_ids"]
@@ -115,7 +132,7 @@ def test_generate_shows_text_ids_and_timings(engine, capsys):
     assert lines[1].split() == ["prompt", "ids", "1,2,3"]
     assert lines[2].split() == ["output", "ids", "5,6,7,8"]
     assert lines[3] == "finish reason  stop ('lo')"
-    assert "3 tok in · 4 out · TTFT" in lines[4]
+    assert "3 tok in · 4 out · TTFT 0.25 s · 4.0 tok/s" in lines[4]
 
 
 def test_generate_without_tokenizer_takes_ids_only(engine, capsys):

@@ -16,7 +16,7 @@ from typing import Any
 from coterie.cli.common import LoadProgress, Timing, engine_config, error_console, model_folder
 from coterie.engine.frontend import AsyncEngine
 from coterie.engine.messages import FinishReason, SamplingParams
-from coterie.engine.output import PromptInfo
+from coterie.engine.output import PromptInfo, RequestTimes
 from coterie.server.templates import ChatPrompt, ChatTemplate, TemplateLimits
 from coterie.spec.errors import CoterieError
 
@@ -83,8 +83,6 @@ class LocalEngine:
 
     async def _answer(self, prompt_ids: list[int], params: SamplingParams, show: Callable[[str], object]) -> Answer:
         before = self._stage_seconds()
-        started = time.monotonic()
-        first_token: float | None = None
         output_ids: list[int] = []
         pieces: list[str] = []
         num_cached, finish_reason, stop_reason = 0, None, None
@@ -94,8 +92,6 @@ class LocalEngine:
                 if isinstance(news, PromptInfo):
                     num_cached = news.num_cached_tokens
                     continue
-                if first_token is None and news.token_ids:
-                    first_token = time.monotonic() - started
                 output_ids += news.token_ids
                 pieces.append(news.text)
                 if news.text:
@@ -106,13 +102,20 @@ class LocalEngine:
                 stop_reason = news.stop_reason if news.stop_reason is not None else stop_reason
         finally:
             await stream.aclose()
-        timing = Timing(len(prompt_ids), len(output_ids), time.monotonic() - started, first_token)
+        timing = _timing(stream.times, len(prompt_ids), len(output_ids))
         stages = {stage: total - before.get(stage, 0.0) for stage, total in self._stage_seconds().items()}
         return Answer(tuple(output_ids), "".join(pieces), finish_reason, stop_reason, num_cached, timing, stages)
 
     def _stage_seconds(self) -> dict[str, float]:
         stats = self.engine.stats()
         return {} if stats is None else dict(stats.stage_seconds)
+
+
+def _timing(times: RequestTimes, num_prompt_tokens: int, num_output_tokens: int) -> Timing:
+    """Seconds as the engine stamped them; what reads the stream may be behind."""
+    assert times.finished is not None, "the stream has ended"
+    first = None if times.first_token is None else times.first_token - times.arrival
+    return Timing(num_prompt_tokens, num_output_tokens, times.finished - times.arrival, first)
 
 
 def _reads_no_text(model: str) -> CoterieError:

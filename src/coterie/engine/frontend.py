@@ -18,7 +18,7 @@ from coterie.engine.build import EngineInfo, Progress, build_engine, open_model
 from coterie.engine.config import EngineConfig
 from coterie.engine.errors import EngineDead
 from coterie.engine.messages import Drain, FromEngine, SamplingParams, Stats, ToEngine
-from coterie.engine.output import RequestOutput
+from coterie.engine.output import RequestOutput, RequestTimes
 from coterie.engine.process import start_process
 from coterie.engine.resolve import Choice
 from coterie.engine.tracker import News, TrackedRequest, Tracker, collect, nobody_waits
@@ -66,6 +66,12 @@ class RequestStream:
             self._event.clear()
             await self._event.wait()
         return request.news.popleft()
+
+    @property
+    def times(self) -> RequestTimes:
+        """When it arrived, gave its first token and finished, as the engine stamped it. Only for a started request."""
+        assert self.request is not None, "the request has not started"
+        return self.request.times
 
     async def aclose(self) -> None:
         """Abort what still runs, once; no news come after it."""
@@ -258,9 +264,9 @@ class AsyncEngine:
     # News
 
     def _deliver(self, messages: list[FromEngine]) -> None:
-        """On the engine's thread."""
+        """On the engine's thread, where the news gets its time: the event loop may be behind."""
         self._last_heard = time.monotonic()
-        self._call(self._take, messages)
+        self._call(self._take, (self._last_heard, messages))
 
     def _closed(self, reason: str | None) -> None:
         """On the engine's thread."""
@@ -277,11 +283,12 @@ class AsyncEngine:
             except RuntimeError:
                 _log.debug("news for a closed event loop were dropped")
 
-    def _take(self, messages: list[FromEngine]) -> None:
+    def _take(self, news: tuple[float, list[FromEngine]]) -> None:
+        when, messages = news
         for message in messages:
             if isinstance(message, Stats):
                 self._stats = message
                 continue
-            abort = self._tracker.feed(message)
+            abort = self._tracker.feed(message, when)
             if abort is not None:
                 self._send_if_alive(abort)

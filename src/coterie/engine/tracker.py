@@ -139,17 +139,21 @@ class Tracker:
                 retry_after=float(min(60, max(1, math.ceil(waves * self._mean_seconds)))),
             )
 
-    def feed(self, output: Output) -> Abort | None:
-        """Take news of a sequence; returns the Abort that a stop string calls for. News of unknown ids is ignored."""
+    def feed(self, output: Output, when: float | None = None) -> Abort | None:
+        """Take news of a sequence; returns the Abort that a stop string calls for. News of unknown ids is ignored.
+
+        `when`: the monotonic time at which the engine handed it over; None: now.
+        """
+        when = time.monotonic() if when is None else when
         choice = self._sequences.get(output.request_id)
         if choice is None:
             return None
         request = choice.request
         if output.prefill_seconds is not None and request.prefill_seconds is None:
             request.prefill_seconds = output.prefill_seconds
-            request.queue_seconds = max(0.0, time.monotonic() - request.arrival - output.prefill_seconds)
+            request.queue_seconds = max(0.0, when - request.arrival - output.prefill_seconds)
         if output.token_ids:
-            self._note_tokens(choice, len(output.token_ids))
+            self._note_tokens(choice, len(output.token_ids), when)
         if output.logits is not None:
             request.logits = output.logits
         shown, reason = self._show(choice, output)
@@ -165,7 +169,7 @@ class Tracker:
         if choice.index == 0 and request.early is not None:
             self._open(request, PromptInfo(output.num_cached_tokens, output.prompt_logprobs))
         if reason is not None:
-            self._end(choice, reason)
+            self._end(choice, reason, when)
         request.wake()
         return Abort(output.request_id) if stopped and output.finish_reason is None else None
 
@@ -178,8 +182,8 @@ class Tracker:
             shown = choice.text.finish(output.token_ids, output.logprobs, by_token=by_token)
         return shown, "stop" if shown.stop is not None else output.finish_reason
 
-    def _note_tokens(self, choice: _Choice, count: int) -> None:
-        request, now = choice.request, time.monotonic()
+    def _note_tokens(self, choice: _Choice, count: int, now: float) -> None:
+        request = choice.request
         if request.first_token is None:
             request.first_token = now
             self.observer.first_token(now - request.arrival)
@@ -203,17 +207,17 @@ class Tracker:
         request.news.extend(request.early or ())
         request.early = None
 
-    def _end(self, choice: _Choice, reason: FinishReason) -> None:
+    def _end(self, choice: _Choice, reason: FinishReason, when: float) -> None:
         choice.finish_reason = reason
         del self._sequences[choice.sequence_id]
         request = choice.request
         if all(other.finish_reason is not None for other in request.choices):
             if request.early is not None:
                 self._open(request, PromptInfo())
-            self._close(request)
+            self._close(request, when)
 
-    def _close(self, request: TrackedRequest) -> None:
-        request.finished = time.monotonic()
+    def _close(self, request: TrackedRequest, when: float) -> None:
+        request.finished = when
         del self._requests[request.request_id]
         seconds = request.finished - request.arrival
         reasons = [choice.finish_reason or "abort" for choice in request.choices]
@@ -241,7 +245,7 @@ class Tracker:
             if choice.finish_reason is None:
                 aborts.append(Abort(choice.sequence_id))
                 self._tell(choice, ChoiceDelta(choice.index, "", finish_reason="abort"))
-                self._end(choice, "abort")
+                self._end(choice, "abort", time.monotonic())
         if aborts:
             request.wake()
         return aborts
@@ -252,7 +256,7 @@ class Tracker:
             request.failure = reason
             for choice in request.choices:
                 if choice.finish_reason is None:
-                    self._end(choice, "error")
+                    self._end(choice, "error", time.monotonic())
             request.wake()
 
 
