@@ -59,7 +59,7 @@ def _native(facts: Machine, threads: int | None, isa: str, dtype: str) -> tuple[
     count = choose_thread_count(facts, threads)
     activations = Choice("activations", "float32", "native's only type")
     kernels = NativeKernels(int(count.value), level.value)
-    return kernels, [Choice("backend", "native", "asked for"), level, count, activations]
+    return kernels, [Choice("backend", "native", "C++ on numpy arrays, the default"), level, count, activations]
 
 
 def choose_isa(facts: Machine, isa: str) -> Choice:
