@@ -115,7 +115,7 @@ def serve(**values: Any) -> None:
         engine = launched[0]
         seconds = time.monotonic() - started
         click.secho(f"Ready  {url}/v1", bold=True, nl=False)
-        click.echo(f"   {engine.model_name} · context {engine.max_model_len} · {seconds:.1f} s\n")
+        click.echo(f"   {engine.model_name} · context {engine.max_model_len} · loaded in {seconds:.1f} s\n")
         hints = ready_text(
             f"{url}/v1",
             engine.model_name,
