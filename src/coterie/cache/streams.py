@@ -1,4 +1,4 @@
-"""LatentCache: the paged storage of every layer's cache streams. Only bytes; which page belongs to whom is BlockPool's.
+"""PagedCache: the paged storage of every layer's cache streams. Only bytes; which page belongs to whom is BlockPool's.
 
 One buffer per (layer, stream) of [num_blocks * page_size, width]; a slot is block * page_size + offset, the same in
 every layer. The bytes per token are `ModelSpec.kv_bytes_per_token` exactly (for f32: at 4 bytes).
@@ -18,7 +18,6 @@ class PagedCache:
     """Streams of all decoder layers. `layers[i]` maps a stream's name to its buffer."""
 
     def __init__(self, spec: ModelSpec, num_blocks: int, page_size: int, kind: WeightKind, kernels: Kernels) -> None:
-        self.num_blocks, self.page_size, self.kind = num_blocks, page_size, kind
         self.layers: list[dict[str, Any]] = [
             {
                 stream.name: kernels.allocate_cache(num_blocks * page_size, stream.width, kind)
@@ -26,8 +25,3 @@ class PagedCache:
             }
             for layer in spec.layers
         ]
-
-    @staticmethod
-    def bytes_per_block(spec: ModelSpec, page_size: int, kind: WeightKind) -> int:
-        """Bytes of one page over all layers."""
-        return page_size * spec.kv_bytes_per_token(BYTES_PER_VALUE[kind])

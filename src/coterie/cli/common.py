@@ -78,7 +78,7 @@ ENGINE_OPTIONS: tuple[Decorator, ...] = (
                  help="Keep pages of finished prompts for requests that begin alike."),
     click.option("--threads", "-t", type=AT_LEAST_ONE, help="Threads of the kernels. [default: the cores we may use]"),
     click.option("--isa", type=choice("isa"), default=DEFAULTS.isa, show_default=True,
-                 help="Instruction set of the kernels; results do not depend on it in f32."),
+                 help="Instruction set of the kernels; auto takes the best. Levels may round differently."),
     click.option("--strict", is_flag=True, help="Refuse what would otherwise only be reported."),
     click.option("--trust-remote-code", is_flag=True, hidden=True,
                  help="Accepted for compatibility; code from a model folder is never run."),

@@ -17,10 +17,12 @@ from coterie.cli.common import LoadProgress, Timing, engine_config, error_consol
 from coterie.engine.frontend import AsyncEngine
 from coterie.engine.messages import FinishReason, SamplingParams
 from coterie.engine.output import PromptInfo, RequestTimes
+from coterie.server.config import ServerConfig
 from coterie.server.templates import ChatPrompt, ChatTemplate, TemplateLimits
 from coterie.spec.errors import CoterieError
 
-TEMPLATE_LIMITS = TemplateLimits(max_seconds=5.0, max_chars=8 * 1024 * 1024)
+SERVER = ServerConfig()
+TEMPLATE_LIMITS = TemplateLimits(SERVER.template_seconds, SERVER.template_max_chars)
 
 
 @dataclass(frozen=True, slots=True)

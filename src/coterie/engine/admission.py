@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coterie.engine.build import EngineInfo
 from coterie.engine.errors import InvalidRequest
 from coterie.engine.messages import SamplingParams
 from coterie.engine.sampling_params import validate, validate_prompt
@@ -18,6 +19,17 @@ class Door:
     max_running: int
     max_queued: int
     has_text: bool
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> Door:
+        """The door of a built engine."""
+        return cls(
+            vocab_size=info.files.spec.vocab_size,
+            max_model_len=info.max_model_len,
+            max_running=info.config.max_running_requests,
+            max_queued=info.config.max_queued_requests,
+            has_text=info.files.tokenizer is not None,
+        )
 
     @property
     def max_sequences(self) -> int:

@@ -16,13 +16,13 @@ from coterie.comm.transport import LocalTransport
 from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
 from coterie.engine.memory import available_memory
-from coterie.engine.resolve import Choice, Resolved, check_config, check_weights_fit, resolve
+from coterie.engine.resolve import Resolved, check_config, check_weights_fit, resolve
 from coterie.engine.runner import ModelRunner
 from coterie.engine.sampler import Sampler
 from coterie.engine.scheduler import Scheduler, SchedulerLimits
 from coterie.engine.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from coterie.kernels.api import Kernels
-from coterie.kernels.select import select
+from coterie.kernels.select import Choice, select
 from coterie.model.load_report import LoadProgress
 from coterie.model.loader import LoadedWeights, load_weights
 from coterie.model.transformer import Runtime, Transformer
@@ -105,7 +105,7 @@ def build_engine(
     sampler = Sampler(files.eos_token_ids, files.num_generated_ids)
     core = EngineCore(scheduler, runner, sampler, vocab_size=spec.vocab_size, max_model_len=resolved.max_model_len)
     weights = Choice("weights", loaded.kind, "asked for" if config.dtype != "auto" else "as the files hold them")
-    report = (*(Choice(c.what, c.value, c.reason) for c in chosen), weights, *resolved.report, *_notes(spec))
+    report = (*chosen, weights, *resolved.report, *_notes(spec))
     return core, EngineInfo(files, config, resolved.max_model_len, report, tuple(loaded.report.lines()))
 
 

@@ -20,9 +20,9 @@ from coterie.engine.errors import EngineDead
 from coterie.engine.messages import Drain, FromEngine, SamplingParams, Stats, ToEngine
 from coterie.engine.output import RequestOutput, RequestTimes
 from coterie.engine.process import start_process
-from coterie.engine.resolve import Choice
 from coterie.engine.tracker import News, TrackedRequest, Tracker, collect, nobody_waits
 from coterie.engine.worker import Closed, Deliver, EngineLink, start_thread
+from coterie.kernels.select import Choice
 from coterie.model.shipped import shipped_model_path
 from coterie.observe.requests import RequestObserver
 from coterie.spec.errors import CoterieError
@@ -93,14 +93,7 @@ class AsyncEngine:
         self.config, self.max_model_len = info.config, info.max_model_len
         self.report: tuple[Choice, ...] = info.report
         self.load_lines = info.load_lines
-        door = Door(
-            vocab_size=self.spec.vocab_size,
-            max_model_len=self.max_model_len,
-            max_running=self.config.max_running_requests,
-            max_queued=self.config.max_queued_requests,
-            has_text=self.tokenizer is not None,
-        )
-        self._tracker = Tracker(door, self.tokenizer, seed=self.config.seed)
+        self._tracker = Tracker(Door.of(info), self.tokenizer, seed=self.config.seed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: EngineLink | None = None
         self._stats: Stats | None = None

@@ -85,14 +85,7 @@ class LLM:
         self.max_model_len, self.report = self._info.max_model_len, self._info.report
         self._core: EngineCore | None = core
         self._lock = threading.Lock()
-        door = Door(
-            vocab_size=self.spec.vocab_size,
-            max_model_len=self.max_model_len,
-            max_running=self.config.max_running_requests,
-            max_queued=self.config.max_queued_requests,
-            has_text=self.tokenizer is not None,
-        )
-        self._tracker = Tracker(door, self.tokenizer, seed=self.config.seed)
+        self._tracker = Tracker(Door.of(self._info), self.tokenizer, seed=self.config.seed)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

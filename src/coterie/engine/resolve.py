@@ -12,6 +12,7 @@ from typing import NamedTuple
 from coterie.cache.streams import BYTES_PER_VALUE
 from coterie.engine.config import EngineConfig
 from coterie.kernels.api import WeightKind
+from coterie.kernels.select import Choice
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
 
@@ -19,14 +20,6 @@ DEFAULT_CONTEXT = 32_768
 """Longest context that is chosen unasked; models that promise more get it by --max-model-len."""
 
 KIND_OF_DTYPE: dict[str, WeightKind] = {"float32": "f32", "bfloat16": "bf16"}
-
-
-class Choice(NamedTuple):
-    """One resolved choice: what, the value, and why."""
-
-    what: str
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from coterie.kernels import _native
+from coterie.kernels.cgroup import group_folders, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,48 +65,25 @@ def _physical_cores(root: Path, affinity: set[int]) -> int:
     found = set()
     for cpu in affinity:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        package, core = _read(topology / "physical_package_id"), _read(topology / "core_id")
+        package, core = read_text(topology / "physical_package_id"), read_text(topology / "core_id")
         found.add((package, core) if core is not None else ("cpu", str(cpu)))
     return len(found)
 
 
 def _cpu_quota(root: Path) -> float | None:
     """The tightest CPU limit of the process's cgroup and its parents, version 1 or 2."""
-    limits = []
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy == "0" and not controllers:
-            limits += [_limit_v2(folder) for folder in _ancestors(root / "sys/fs/cgroup", path)]
-        elif "cpu" in controllers.split(","):
-            for mount in {controllers, "cpu"}:
-                limits += [_limit_v1(folder) for folder in _ancestors(root / "sys/fs/cgroup" / mount, path)]
+    groups = group_folders(root, "cpu")
+    limits = [_limit_v2(folder) if version == 2 else _limit_v1(folder) for version, folder in groups]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """The mount and each folder from it down to `path`. In a container the tail may not exist; the mount counts."""
-    folder = mount
-    yield folder
-    for part in path.strip("/").split("/"):
-        folder = folder / part
-        yield folder
-
-
 def _limit_v2(folder: Path) -> float | None:
-    fields = (_read(folder / "cpu.max") or "max").split()
+    fields = (read_text(folder / "cpu.max") or "max").split()
     return None if fields[0] == "max" else int(fields[0]) / int(fields[1])
 
 
 def _limit_v1(folder: Path) -> float | None:
-    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    quota, period = read_text(folder / "cpu.cfs_quota_us"), read_text(folder / "cpu.cfs_period_us")
     if quota is None or period is None or int(quota) <= 0:
         return None
     return int(quota) / int(period)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None

@@ -1,7 +1,7 @@
 """Which checkpoint tensor goes where: one table per model, read forwards by the loader and backwards by export.
 
-`weight_layout(spec)` names the banks and vectors that `Transformer` asks for; `tensor_table(spec)` maps each Hugging
-Face tensor name to parts of them. Nothing here reads a file or holds an array. MLA's `kv_b_proj` is split per head into
+`weight_layout(spec)` names the banks and vectors that `Transformer` asks for and maps each Hugging Face tensor name to
+parts of them. Nothing here reads a file or holds an array. MLA's `kv_b_proj` is split per head into
 `w_uk` (transposed, absorbed into the query) and `w_uv`; an MTP block's `eh_proj` into its embedding and hidden halves.
 """
 

@@ -1,6 +1,6 @@
 """Log-probabilities in OpenAI's two shapes: chat (`content[]` with bytes) and completions (parallel lists).
 
-The engine gives, for each token, the chosen one first, then the best. Not here: which positions are wanted.
+The engine gives, for each token, the chosen one first, then the best, all finite. Not here: which positions are wanted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from coterie.server.answers import ChatLogprobs, ChatTokenLogprob, CompletionLog
 
 if TYPE_CHECKING:
     from coterie.engine.tokenizer import Tokenizer
-
-LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
 
 Position = Sequence[TokenLogprob]
 
@@ -45,7 +42,7 @@ def chat_logprobs(tokenizer: Tokenizer | None, positions: Iterable[Position], nu
 
 def _entry(tokenizer: Tokenizer | None, item: TokenLogprob) -> TopLogprob:
     spelled = token_bytes(tokenizer, item.token_id)
-    return TopLogprob(spelled.decode("utf-8", "replace"), max(item.logprob, LOWEST), list(spelled))
+    return TopLogprob(spelled.decode("utf-8", "replace"), item.logprob, list(spelled))
 
 
 class CompletionLogprobsWriter:
@@ -69,7 +66,7 @@ class CompletionLogprobsWriter:
         for i, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
             spelled = token_bytes(self._tokenizer, token_id)
             tokens.append(token_name(spelled))
-            chosen.append(max(position[0].logprob, LOWEST) if position else None)
+            chosen.append(position[0].logprob if position else None)
             top.append(self._alternatives(position) if position else None)
             offsets.append(self._offset)
             self._offset += 0 if i < hidden else len(self._decoder.decode(spelled))
@@ -87,5 +84,5 @@ class CompletionLogprobsWriter:
         found: dict[str, float] = {}
         for item in (*position[1 : 1 + self._num_top], position[0]):
             name = token_name(token_bytes(self._tokenizer, item.token_id))
-            found[name] = max(item.logprob, LOWEST, found.get(name, LOWEST))
+            found[name] = max(item.logprob, found.get(name, item.logprob))
         return found

@@ -238,7 +238,7 @@ def _exclude_groups(ranked: Tensor, spec: MoESpec) -> Tensor:
     if spec.num_groups <= 1:
         return ranked
     grouped = ranked.view(ranked.shape[0], spec.num_groups, -1)
-    strength = grouped.amax(2) if spec.group_score == "max" else grouped.topk(2, dim=2)[0].sum(2)
+    strength = grouped.amax(2) if spec.group_score == "max" else grouped.topk(min(2, grouped.shape[2]), dim=2)[0].sum(2)
     kept = torch.zeros_like(strength).scatter_(1, strength.topk(spec.topk_groups, dim=1)[1], 1.0)
     return grouped.masked_fill(kept[:, :, None] == 0, float("-inf")).view_as(ranked)
 
