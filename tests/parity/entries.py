@@ -165,6 +165,15 @@ OWN_CASES = [
     _other("llama3-rope-original-absent", "Llama",
            {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
            {"rope_parameters": LLAMA3}, rope_parameters=LLAMA3),
+    _other("llama3-tied-head-dim", "Llama",
+           {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 128}}, head_dim=24,
+           tie_word_embeddings=True, num_hidden_layers=2, intermediate_size=88,
+           rope_parameters={**LLAMA3, "factor": 32.0, "high_freq_factor": 4.0,
+                            "original_max_position_embeddings": 128}),
+    _other("qwen2-dense-tied", "Qwen2", {"rms_norm_eps": 1e-2}, num_key_value_heads=1, tie_word_embeddings=True,
+           rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    _other("mistral-dense", "Mistral", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+           head_dim=20, sliding_window=None, rms_norm_eps=1e-5),
 ]  # fmt: skip
 
 ALL_CASES = MATRIX_CASES + OWN_CASES

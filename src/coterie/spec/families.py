@@ -321,6 +321,13 @@ _QWEN2 = Family(
     fixed={"qkv_bias": (True,)},
     defaults={**_COMMON, "qkv_bias": True, "use_sliding_window": False, "sliding_window": 4096},
 )
+_MISTRAL = Family(
+    "mistral",
+    attention="gqa",
+    layers="dense",
+    window="always",
+    defaults={**_COMMON, "num_key_value_heads": 8, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2},
+)
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -337,6 +344,7 @@ FAMILIES: Mapping[str, Family] = {
         _LLAMA,
         _QWEN3,
         _QWEN2,
+        _MISTRAL,
     )
 }
 
@@ -371,7 +379,6 @@ MISSING: Mapping[str, str] = {
     "mimo_v2_flash": "sliding-window layers with attention sinks and unequal key and value heads",
     "longcat_flash": "two attention blocks per layer, identity experts and scaled latents",
     "mistral4": "position-dependent query temperature",
-    "mistral": "sliding-window attention",
     "phimoe": "sparse-mixer routing and longrope",
     "dbrx": "its own tensor names with fused projections and clipped attention",
     "gemma3": "sliding-window layers, zero-centred norms and scaled embeddings",
