@@ -1,0 +1,208 @@
+// The Python edge of attention: inputs, cache rows, attend. Same rules as bindings.cpp: every shape, type and index that a
+// kernel relies on is checked here and named in the message; the GIL is released while an op computes.
+#include "bindings_attention.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checks.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace coterie {
+
+namespace {
+
+struct AttentionShape {
+  std::int64_t heads, groups, key_dim, value_dim, nope, rank, rope_dim;
+  bool interleaved;
+  float scale, eps;
+};
+
+Rope make_rope(const char* op, const In& table, const Ids& positions, const AttentionShape& shape) {
+  require(table.ndim() == 3, std::string(op) + ": the rope table is [positions, 2, dim/2]");
+  expect(op, "rope table", table, {static_cast<std::int64_t>(table.shape(0)), 2, shape.rope_dim / 2});
+  expect_range(op, "positions", positions, static_cast<std::int64_t>(table.shape(0)));
+  return {table.data(), positions.data(), shape.rope_dim, shape.interleaved};
+}
+
+struct RopeInputs {
+  In table;
+  Ids positions;
+};
+
+void mla_inputs(Device& device, const In& query, const In& kv, const Bank& w_uk, const In& weight,
+                const RopeInputs& inputs, const AttentionShape& s, const Out& query_out, const Out& rows_out) {
+  const std::int64_t n = rows_of("mla_inputs", query), width = s.rank + s.rope_dim, in = s.nope + s.rope_dim;
+  expect("mla_inputs", "query", query, {n, s.heads * in});
+  expect("mla_inputs", "kv", kv, {n, width});
+  expect("mla_inputs", "positions", inputs.positions, {n});
+  expect("mla_inputs", "norm weight", weight, {s.rank});
+  expect("mla_inputs", "query out", query_out, {n, s.heads, width});
+  expect("mla_inputs", "rows out", rows_out, {n, width});
+  expect_bank("mla_inputs", w_uk, s.heads, s.rank, s.nope);
+  const Rope rope = make_rope("mla_inputs", inputs.table, inputs.positions, s);
+  const nb::gil_scoped_release release;
+  std::vector<Product> products;
+  for (std::int64_t h = 0; h < s.heads; ++h) {
+    products.push_back({query.data() + h * in, s.heads * in, w_uk.matrix(h), nullptr, query_out.data() + h * width,
+                        s.heads * width, n});
+  }
+  device.products(products);
+  device.mla_rows(
+      {query.data(), kv.data(), weight.data(), query_out.data(), rows_out.data(), rope, s.heads, s.nope, s.rank, s.eps},
+      n);
+}
+
+void gqa_heads(Device& device, const In& x, const std::optional<In>& weight, const RopeInputs& inputs,
+               const AttentionShape& s, const Out& out) {
+  const std::int64_t n = rows_of("gqa_inputs", x), width = s.key_dim;
+  require(x.ndim() == 2 && static_cast<std::int64_t>(x.shape(1)) % width == 0,
+          "gqa_inputs: rows " + shape_text(x) + " are not whole heads of " + std::to_string(width));
+  require(s.rope_dim <= width, "gqa_inputs: rope is wider than a head");
+  expect("gqa_inputs", "positions", inputs.positions, {n});
+  require(out.size() == x.size(), "gqa_inputs: out has " + std::to_string(out.size()) + " values");
+  if (weight) expect("gqa_inputs", "norm weight", *weight, {width});
+  const Rope rope = make_rope("gqa_inputs", inputs.table, inputs.positions, s);
+  const nb::gil_scoped_release release;
+  device.head_rows({x.data(), weight ? weight->data() : nullptr, out.data(), rope,
+                    static_cast<std::int64_t>(x.shape(1)) / width, width, s.eps},
+                   n);
+}
+
+void cache_write(Device& device, const MutableStream& cache, const In& rows, const Rows& slots) {
+  const Kind kind = stream_kind("cache_write", cache);
+  const std::int64_t n = rows_of("cache_write", rows), width = static_cast<std::int64_t>(cache.shape(1));
+  expect("cache_write", "rows", rows, {n, width});
+  expect("cache_write", "slot_mapping", slots, {n});
+  expect_range("cache_write", "slot_mapping", slots, static_cast<std::int64_t>(cache.shape(0)));
+  const nb::gil_scoped_release release;
+  device.cache_write(cache.data(), kind, rows.data(), slots.data(), n, width);
+}
+
+// Where a step's rows stand: `blocks` and `page_size` only with a cache.
+struct Layout {
+  Ids query_start;
+  Ids positions;
+  std::optional<Ids> blocks;
+  std::int64_t page_size;
+};
+
+void check_blocks(const Layout& layout, std::int64_t slots) {
+  const std::int64_t limit = slots / layout.page_size, stride = static_cast<std::int64_t>(layout.blocks->shape(1));
+  const std::int32_t* start = layout.query_start.data();
+  for (std::int64_t s = 0; s + 1 < static_cast<std::int64_t>(layout.query_start.size()); ++s) {
+    if (start[s] == start[s + 1]) continue;
+    const std::int64_t first = layout.positions.data()[start[s]], last = layout.positions.data()[start[s + 1] - 1];
+    require(first >= 0 && last - first == start[s + 1] - 1 - start[s],
+            "attend: rows of sequence " + std::to_string(s) + " are not at consecutive positions");
+    require(last / layout.page_size < stride, "attend: position " + std::to_string(last) + " of sequence " +
+                                                  std::to_string(s) + " lies past its block table");
+    for (std::int64_t b = 0; b <= last / layout.page_size; ++b) {
+      const std::int64_t block = layout.blocks->data()[s * stride + b];
+      require(block >= 0 && block < limit, "attend: block " + std::to_string(block) + " of sequence " +
+                                               std::to_string(s) + " is not in [0, " + std::to_string(limit) + ")");
+    }
+  }
+}
+
+void check_layout(const Layout& layout, std::int64_t rows) {
+  const std::int64_t count = rows_of("attend", layout.query_start) - 1;
+  require(count >= 0 && layout.query_start.ndim() == 1, "attend: query_start is [S+1]");
+  const std::int32_t* start = layout.query_start.data();
+  require(start[0] == 0 && start[count] == rows, "attend: query_start does not span the rows");
+  for (std::int64_t s = 0; s < count; ++s) require(start[s] <= start[s + 1], "attend: query_start falls");
+  expect("attend", "positions", layout.positions, {rows});
+  if (!layout.blocks) return;
+  require(layout.blocks->ndim() == 2 && static_cast<std::int64_t>(layout.blocks->shape(0)) == count,
+          "attend: block_tables is [S, blocks]");
+  require(layout.page_size >= 1, "attend: page_size must be at least 1");
+}
+
+void attend(Device& device, const In& query, const Stream& keys, const std::optional<Stream>& values,
+            const Layout& layout, const AttentionShape& s, const Out& out) {
+  const std::int64_t n = rows_of("attend", query);
+  const Kind kind = stream_kind("attend", keys);
+  const Stream& value_rows = values ? *values : keys;
+  require(s.groups >= 1 && s.heads % s.groups == 0, "attend: heads are no multiple of key heads");
+  expect("attend", "query", query, {n, s.heads, s.key_dim});
+  expect("attend", "out", out, {n, s.heads, s.value_dim});
+  expect("attend", "keys", keys, {static_cast<std::int64_t>(keys.shape(0)), s.groups * s.key_dim});
+  require(stream_kind("attend", value_rows) == kind && value_rows.shape(0) == keys.shape(0),
+          "attend: keys and values differ in kind or slots");
+  require(values ? static_cast<std::int64_t>(value_rows.shape(1)) == s.groups * s.value_dim : s.value_dim <= s.key_dim,
+          "attend: values are " + shape_text(value_rows) + " for heads of " + std::to_string(s.value_dim));
+  check_layout(layout, n);
+  if (layout.blocks) {
+    check_blocks(layout, static_cast<std::int64_t>(keys.shape(0)));
+  } else {
+    require(static_cast<std::int64_t>(keys.shape(0)) == n, "attend: without a cache the keys are the step's own rows");
+  }
+  AttentionArgs args{query.data(),
+                     keys.data(),
+                     value_rows.data(),
+                     kind,
+                     static_cast<std::int64_t>(keys.shape(1)),
+                     static_cast<std::int64_t>(value_rows.shape(1)),
+                     out.data(),
+                     s.heads,
+                     s.groups,
+                     s.key_dim,
+                     s.value_dim,
+                     s.scale,
+                     layout.page_size};
+  Sequences sequences{layout.query_start.data(), layout.positions.data(),
+                      layout.blocks ? layout.blocks->data() : nullptr,
+                      layout.blocks ? static_cast<std::int64_t>(layout.blocks->shape(1)) : 0,
+                      static_cast<std::int64_t>(layout.query_start.size()) - 1};
+  const nb::gil_scoped_release release;
+  device.attend(args, sequences);
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m, nb::class_<Device>& device) {
+  nb::class_<AttentionShape>(m, "AttentionShape")
+      .def(
+          "__init__",
+          [](AttentionShape* self, std::int64_t heads, std::int64_t groups, std::int64_t key_dim,
+             std::int64_t value_dim, std::int64_t nope, std::int64_t rank, std::int64_t rope_dim, bool interleaved,
+             float scale, float eps) {
+            new (self) AttentionShape{heads, groups, key_dim, value_dim, nope, rank, rope_dim, interleaved, scale, eps};
+          },
+          nb::kw_only(), "heads"_a, "groups"_a, "key_dim"_a, "value_dim"_a, "nope"_a, "rank"_a, "rope_dim"_a,
+          "interleaved"_a, "scale"_a, "eps"_a);
+
+  nb::class_<RopeInputs>(m, "RopeInputs")
+      .def(
+          "__init__", [](RopeInputs* self, In table, Ids positions) { new (self) RopeInputs{table, positions}; },
+          nb::arg("table").noconvert(), nb::arg("positions").noconvert());
+
+  nb::class_<Layout>(m, "Layout")
+      .def(
+          "__init__",
+          [](Layout* self, Ids query_start, Ids positions, std::optional<Ids> blocks, std::int64_t page_size) {
+            new (self) Layout{query_start, positions, blocks, page_size};
+          },
+          nb::arg("query_start").noconvert(), nb::arg("positions").noconvert(), nb::arg("blocks").noconvert().none(),
+          nb::arg("page_size"));
+
+  device
+      .def("mla_inputs", &mla_inputs, nb::arg("query").noconvert(), nb::arg("kv").noconvert(), nb::arg("w_uk"),
+           nb::arg("weight").noconvert(), nb::arg("rope"), nb::arg("shape"), nb::arg("query_out").noconvert(),
+           nb::arg("rows_out").noconvert())
+      .def("gqa_heads", &gqa_heads, nb::arg("x").noconvert(), nb::arg("weight").noconvert().none(), nb::arg("rope"),
+           nb::arg("shape"), nb::arg("out").noconvert())
+      .def("cache_write", &cache_write, nb::arg("cache").noconvert(), nb::arg("rows").noconvert(),
+           nb::arg("slots").noconvert())
+      .def("attend", &attend, nb::arg("query").noconvert(), nb::arg("keys").noconvert(),
+           nb::arg("values").noconvert().none(), nb::arg("layout"), nb::arg("shape"), nb::arg("out").noconvert());
+}
+
+}  // namespace coterie
