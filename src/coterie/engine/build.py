@@ -23,6 +23,8 @@ from coterie.engine.scheduler import Scheduler, SchedulerLimits
 from coterie.engine.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from coterie.kernels.api import Kernels
 from coterie.kernels.select import Choice, select
+from coterie.model.gguf import open_gguf
+from coterie.model.gguf_file import find_gguf
 from coterie.model.load_report import LoadProgress
 from coterie.model.loader import LoadedWeights, load_weights
 from coterie.model.transformer import Runtime, Transformer
@@ -34,12 +36,12 @@ Progress = Callable[[int, int], None]
 """Told of bytes loaded and bytes in all."""
 
 ModelSource = str | Path | Mapping[str, Any] | ModelSpec
-"""A folder, a parsed config.json, or a spec; the latter two have no weights and no tokenizer."""
+"""A folder, a GGUF file, a parsed config.json, or a spec; the latter two have no weights and no tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a model is before its weights are loaded. `folder` None: a config alone."""
+    """What a model is before its weights are loaded. `folder`: a folder or a GGUF file; None: a config alone."""
 
     spec: ModelSpec
     folder: Path | None
@@ -74,8 +76,13 @@ def open_model(source: ModelSource, *, strict: bool = False) -> ModelFiles:
         spec = ModelSpec.from_hf(source, strict=strict)
         return ModelFiles(spec, None, None, spec.eos_token_ids)
     folder = Path(source).expanduser()
+    if find_gguf(folder):
+        model = open_gguf(folder)
+        spec = ModelSpec.from_hf(model.config, strict=strict)
+        tokenizer = None if model.tokenizer is None else Tokenizer(model.tokenizer)
+        return ModelFiles(spec, folder, tokenizer, eos_token_ids(None, spec.eos_token_ids, tokenizer, spec.vocab_size))
     if not (folder / "config.json").is_file():
-        raise CoterieError(f"{folder} is not a model folder: it has no config.json")
+        raise CoterieError(f"{folder} is not a model folder: it has no config.json and no GGUF file")
     spec = ModelSpec.from_hf(folder, strict=strict)
     tokenizer = load_tokenizer(folder)
     eos = eos_token_ids(folder, spec.eos_token_ids, tokenizer, spec.vocab_size)

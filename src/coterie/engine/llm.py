@@ -54,9 +54,9 @@ class EngineOptions(TypedDict, total=False):
 class LLM:
     """A loaded model that generates. Use it as a context manager, or call `close`.
 
-    `path`: a model folder (config.json, safetensors, tokenizer.json if there is one), None for the shipped model; with
-    load_format="dummy" a folder with only config.json, or the parsed config itself. Options are EngineConfig's fields
-    and override `config`. Raises `CoterieError` for what cannot be run.
+    `path`: a model folder (config.json, safetensors, tokenizer.json if there is one), a GGUF file, None for the shipped
+    model; with load_format="dummy" a folder with only config.json, or the parsed config itself. Options are
+    EngineConfig's fields and override `config`. Raises `CoterieError` for what cannot be run.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Tokenizer: `tokenizer.json` read by the `tokenizers` library, with the rules that lie in the files beside it.
+"""Tokenizer: `tokenizer.json` read by the `tokenizers` library, with the rules that lie in the files beside it (or in
+a GGUF file).
 
 Text to ids follows the files: the post-processor, then `add_bos_token` and `add_eos_token` where tokenizer_config.json
 sets them. Ids to text goes through bytes (`id_to_bytes`), so that streaming and whole decoding are the same function;
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import tokenizers
 
 from coterie.engine.errors import InvalidRequest
+from coterie.model.gguf_tokenizer import TokenizerFiles
 from coterie.spec.errors import CoterieError
 
 TextForm = Literal["byte_level", "sentencepiece", "other"]
@@ -27,16 +29,18 @@ class Tokenizer:
     byte), or "other", whose text is what the library decodes.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        folder = Path(folder)
-        description = read_json(folder / "tokenizer.json")
-        if description is None:
-            raise CoterieError(f"{folder} has no tokenizer.json; this model takes token ids only")
+    def __init__(self, source: str | Path | TokenizerFiles) -> None:
+        folder = None if isinstance(source, TokenizerFiles) else Path(source)
+        files = source if isinstance(source, TokenizerFiles) else read_files(Path(source))
+        description, config = files.description, files.config
         try:
-            self._library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            if folder is None:
+                self._library = tokenizers.Tokenizer.from_str(json.dumps(description))
+            else:
+                self._library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:
-            raise CoterieError(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
-        config = read_json(folder / "tokenizer_config.json") or {}
+            name = "the tokenizer of the GGUF file" if folder is None else folder / "tokenizer.json"
+            raise CoterieError(f"{name} is not a tokenizer: {error}") from error
         self.form: TextForm = text_form(description.get("decoder"))
         self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(t["id"] for t in description.get("added_tokens", []) if t.get("special"))
@@ -126,6 +130,14 @@ def no_unicode(text: str) -> InvalidRequest:
     )
 
 
+def read_files(folder: Path) -> TokenizerFiles:
+    """The files of a folder."""
+    description = read_json(folder / "tokenizer.json")
+    if description is None:
+        raise CoterieError(f"{folder} has no tokenizer.json; this model takes token ids only")
+    return TokenizerFiles(description, read_json(folder / "tokenizer_config.json") or {})
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     """The folder's tokenizer, or None if it has none."""
     return Tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
@@ -169,11 +181,10 @@ def added_token_rule(flag: Any, token_id: int | None) -> bool | None:
     return flag if isinstance(flag, bool) and (token_id is not None or not flag) else None
 
 
-def chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def chat_template(folder: Path | None, config: Mapping[str, Any]) -> str | None:
     """The chat template's source: its own file, else tokenizer_config.json's (the one named "default" of several)."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if folder is not None and (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}

@@ -1,4 +1,4 @@
-"""What a folder of safetensors files holds: which files count, and which file each tensor is read from.
+"""What a folder of safetensors files (or a GGUF file) holds: which files count, and where each tensor is read from.
 
 Headers only, no tensor data. An index decides; without one `model.safetensors`, else all shards. Everything wrong is
 collected as `Problem`s, so that one error can name them together; things that are ignored are noted. What the tensors
@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from coterie.model.gguf import open_gguf
+from coterie.model.gguf_file import find_gguf
 from coterie.model.safetensors_io import Header, LoadError, StoredTensor, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 256 << 20
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors")
-_FOREIGN = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt")
+_FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 
 ProblemKind = Literal["file", "name", "missing", "unclaimed", "shape", "format"]
 _CAUSES: dict[ProblemKind, str] = {
@@ -75,11 +77,16 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Find and check the headers of a folder (or of one file). Raises only if there is nothing to look at."""
     checkpoint = Checkpoint(path)
+    if find_gguf(path):
+        model = open_gguf(path)
+        checkpoint.files, checkpoint.tensors = list(model.files), dict(model.tensors)
+        checkpoint.notes.extend(model.notes)
+        return checkpoint
     if path.is_file():
         _without_index(checkpoint, [path])
         return checkpoint
     if not path.is_dir():
-        raise LoadError(f"{path} does not exist: give a model folder or a .safetensors file")
+        raise LoadError(f"{path} does not exist: give a model folder, a .safetensors or a .gguf file")
     index = path / INDEX_NAME
     found = sorted(path.glob("*.safetensors"))
     if not index.exists():

@@ -26,8 +26,8 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 _LLAMA3_ORIGINALS = (8192, 4096, 2048, 16384, 32768, 65536, 131072)
 _LLAMA3_BANDS = ((1.0, 4.0), (1.0, 8.0), (1.0, 2.0), (2.0, 4.0))
-_EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-ROPE_FACTORS = _ROPE_FACTORS
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,13 @@ def config_of(facts: GgufFacts) -> dict[str, Any]:
 def _common(keys: _Keys) -> dict[str, Any]:
     embedding = keys.facts.shapes.get(_EMBEDDING)
     if embedding is None or len(embedding) != 2:
-        raise LoadError(f"{keys.facts.name}: tensor {_EMBEDDING} is missing: a part of a split file, or no language model")
+        raise LoadError(f"{keys.facts.name}: tensor {_EMBEDDING} is missing: one part of a split, or no language model")
     predictors = keys.integer("nextn_predict_layers", 0)
     layers = keys.integer("block_count") - predictors
     if layers < 1:
         raise keys.error("block_count", f"leaves {layers} layers")
-    window = keys.get("attention.sliding_window")
-    length = keys.integer("context_length")
-    if window and window < length:
+    window, length = keys.integer("attention.sliding_window", 0), keys.integer("context_length")
+    if 0 < window < length:
         raise keys.error("attention.sliding_window", f"is {window}: sliding-window attention is not supported")
     for key in ("attention.scale", "logit_scale", "embedding_scale", "residual_scale"):
         if keys.get(key, 1.0) not in (1.0, 0.0):
@@ -144,17 +143,17 @@ def _common(keys: _Keys) -> dict[str, Any]:
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """First token, and every token that ends an answer: what the file says, and control tokens known by their text."""
-    def valid(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
-    ends = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    def named(name: str) -> int | None:
+        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+    ends = {named(name) for name in ("eos", "eot", "eom")}
     tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(kinds, list):
         control = {text: i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == 3}
         ends.update(control.get(text) for text in _ENDS)
-    first = metadata.get("tokenizer.ggml.bos_token_id")
-    found = sorted(i for i in ends if valid(i) and i is not None)
-    return {"bos_token_id": first if valid(first) else None, "eos_token_id": found or None}
+    return {"bos_token_id": named("bos"), "eos_token_id": sorted(i for i in ends if i is not None) or None}
 
 
 _ENDS = (
@@ -168,8 +167,8 @@ def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     original = keys.get("rope.scaling.original_context_length")
     beta = {name: keys.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-    attention, log = keys.get("rope.scaling.attn_factor"), keys.get("rope.scaling.yarn_log_multiplier")
-    yarn_attention = keys.get("rope.scaling.yarn_attn_factor")
+    attention = keys.number("rope.scaling.attn_factor", keys.number("rope.scaling.yarn_attn_factor", 1.0))
+    log = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
     if kind == "none" and factor != 1.0:
         kind = "linear"
     if kind == "yarn":
@@ -177,12 +176,11 @@ def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
         if original is not None:
             scaling["original_max_position_embeddings"] = original
         scaling.update({name: value for name, value in beta.items() if value is not None})
-        if log is not None:
+        if log:
             # The converter writes a tenth of mscale_all_dim; released models have the same mscale.
             scaling["mscale"] = scaling["mscale_all_dim"] = float(str(np.float32(log * 10)))
-        for factors in (attention, yarn_attention):
-            if factors not in (None, 1.0):
-                scaling["attention_factor"] = factors
+        if attention != 1.0:
+            scaling["attention_factor"] = attention
         return scaling
     if kind not in ("none", "linear"):
         raise keys.error("rope.scaling.type", f"is {kind!r}, which is not supported")
@@ -206,7 +204,8 @@ def _grouped(keys: _Keys, bias: str | None) -> dict[str, Any]:
 # ---- architectures ---------------------------------------------------------------------------------------------------
 def _llama(keys: _Keys) -> dict[str, Any]:
     experts = keys.integer("expert_count", 0)
-    config = {"model_type": "mixtral" if experts else "llama", "intermediate_size": keys.integer("feed_forward_length")}
+    config: dict[str, Any] = {"model_type": "mixtral" if experts else "llama"}
+    config["intermediate_size"] = keys.integer("feed_forward_length")
     config.update(_grouped(keys, None if experts else "attention_bias"))
     if keys.facts.rope_factors is not None:
         config["rope_scaling"] = _llama3_scaling(keys, keys.facts.rope_factors, config["head_dim"])
@@ -231,7 +230,7 @@ def _llama3_scaling(keys: _Keys, factors: NDArray[np.float32], head_dim: int) ->
                     "rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original,
                     "low_freq_factor": low, "high_freq_factor": high,
                 }  # fmt: skip
-    raise LoadError(f"{keys.facts.name}: {_ROPE_FACTORS} holds factors that are not Llama 3's, which is not supported")
+    raise LoadError(f"{keys.facts.name}: {ROPE_FACTORS} holds factors that are not Llama 3's, which is not supported")
 
 
 def _qwen2(keys: _Keys) -> dict[str, Any]:
@@ -244,12 +243,10 @@ def _qwen3(keys: _Keys) -> dict[str, Any]:
 
 
 def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
-    inner = keys.integer("expert_feed_forward_length", 0) or keys.integer("feed_forward_length") // keys.integer(
-        "expert_used_count"
-    )
+    inner = keys.integer("expert_feed_forward_length")
     return {
         "model_type": "qwen3_moe",
-        "intermediate_size": keys.integer("feed_forward_length", inner),
+        "intermediate_size": keys.integer("feed_forward_length", inner) or inner,
         "moe_intermediate_size": inner,
         "num_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),

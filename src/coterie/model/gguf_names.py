@@ -17,7 +17,9 @@ _PLAIN = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_BLOCK = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<name>[a-z0-9_]+)(?:\.(?P<expert>\d{1,5}))?(?:\.(?P<end>weight|bias))?")
+_BLOCK = re.compile(
+    r"blk\.(?P<layer>\d{1,5})\.(?P<name>[a-z0-9_]+)(?:\.(?P<expert>\d{1,5}))?(?:\.(?P<end>weight|bias))?"
+)
 _PARTS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",

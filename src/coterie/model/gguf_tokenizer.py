@@ -14,12 +14,16 @@ from typing import Any
 from coterie.model.safetensors_io import LoadError
 
 _UNKNOWN, _CONTROL, _USER, _UNUSED = 2, 3, 4, 5
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LETTERS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
-    "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⲳⲳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
 )
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LATER = (
+    r"\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8A}\x{2D00}-\x{2D2D}\x{A790}-\x{A7FA}\x{AB30}-\x{AB68}"
+    r"\x{10570}-\x{105BC}\x{10D50}-\x{10D85}\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF2A}"
+)
+"""Cased letters that DeepSeek's list of ranges leaves out."""
 _CAPS, _SMALL = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_CAPS}]*[{_SMALL}]+|[^\r\n\p{{L}}\p{{N}}]?[{_CAPS}]+[{_SMALL}]*|\p{{N}}|"
@@ -38,8 +42,13 @@ _DEEPSEEK3 = (
     r"\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _DEEPSEEK = (
-    r"[\r\n]", rf"\s?[{_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+", r"\p{N}+"
-)  # fmt: skip
+    r"[\r\n]",
+    rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_LATER}]]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-퟿]+",
+    r"\p{N}+",
+)
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 
 
@@ -140,9 +149,9 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], file: s
     pairs = [merge.split(" ") for merge in merges]
     known_pairs = [pair for pair in pairs if {*pair, "".join(pair)} <= vocabulary.keys()]
     model = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-        "fuse_unk": False, "byte_fallback": False, "ignore_merges": rule.whole_words, "vocab": vocabulary,
-        "merges": known_pairs,
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+        "ignore_merges": rule.whole_words, "vocab": vocabulary, "merges": known_pairs,
     }  # fmt: skip
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -158,7 +167,8 @@ def _sentencepiece(
     metadata: Mapping[str, Any], tokens: list[str], vocabulary: dict[str, int], file: str
 ) -> tuple[dict[str, Any], bool]:
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    numbers = isinstance(scores, list) and all(isinstance(score, int | float) for score in scores)
+    if not isinstance(scores, list) or not numbers or len(scores) != len(tokens):
         raise LoadError(f"{file}: tokenizer.ggml.scores does not fit its {len(tokens)} tokens: damaged")
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     model = {

@@ -14,6 +14,7 @@ from typing import Literal
 from coterie.kernels.api import WeightKind
 from coterie.model.checkpoint import Checkpoint, Problem, refuse
 from coterie.model.dequant import PLAIN_DTYPES, SCALE_DTYPES, scale_shape
+from coterie.model.formats.ggml import DECODERS, EXPANDED, expander, no_expander
 from coterie.model.names import (
     TensorEntry,
     WeightLayout,
@@ -21,6 +22,7 @@ from coterie.model.names import (
     file_name,
     fuse_experts,
     prefixes_in,
+    split_latent,
     weight_layout,
 )
 from coterie.model.safetensors_io import LoadError, StoredTensor
@@ -96,7 +98,7 @@ def bank_kinds(layout: WeightLayout, dtype: DtypeChoice, stored: dict[str, set[s
     """The kind of each bank, given the stored dtypes that fill it: nothing is narrowed unless `dtype` asks for it."""
     kinds: dict[str, WeightKind] = {}
     for key, size in layout.banks.items():
-        wide = dtype == "auto" and bool(stored.get(key, set()) & {"F32", "F16"})
+        wide = dtype == "auto" and bool(stored.get(key, set()) & {"F32", "F16", *DECODERS})
         kinds[key] = "f32" if size.keep_f32 or dtype == "float32" or wide else "bf16"
     return kinds
 
@@ -149,6 +151,7 @@ class _Planner:
         self.mtp_present = mtp and there
         self.layout = weight_layout(spec, mtp=self.mtp_present)
         fuse_experts(self.layout, names)
+        split_latent(self.layout, names)
 
     def check_query_projections(self) -> None:
         """Refuse a layer that has both the single and the low-rank query projection."""
@@ -208,7 +211,9 @@ class _Planner:
             if canonical in (_EMBEDDING, _HEAD):
                 text += f" (vocab_size {entry.shape[0]}, hidden_size {entry.shape[1]})"
             self.problems.append(Problem("shape", text))
-        elif tensor.dtype not in (*PLAIN_DTYPES, "F8_E4M3"):
+        elif tensor.dtype in EXPANDED and expander() is None:
+            self.problems.append(Problem("format", f"{tensor.name!r}: {no_expander(tensor.dtype)}"))
+        elif tensor.dtype not in (*PLAIN_DTYPES, "F8_E4M3", *DECODERS, *EXPANDED):
             text = f"{tensor.name!r} is stored as {tensor.dtype}; F32, BF16, F16 and block-scaled F8_E4M3 can be read"
             self.problems.append(Problem("format", text))
         elif tensor.dtype == "F8_E4M3" and not self._scale_fits(canonical, tensor, scale):
@@ -321,6 +326,11 @@ class _Planner:
         if dtype == "auto" and "F16" in dtypes:
             self.notes.append(
                 "float16 weights are kept as float32, which is exact; dtype bfloat16 halves the memory and rounds"
+            )
+        if dtypes & EXPANDED:
+            self.notes.append(
+                f"{', '.join(sorted(dtypes & EXPANDED))} have no form of their own in memory and become bfloat16, "
+                "several times their size; the same model as IQ4_XS or Q4_K is smaller in memory"
             )
         if self.spec.quantization is not None and "F8_E4M3" not in dtypes:
             self.notes.append("config.json has a quantization_config, but no tensor is F8_E4M3")

@@ -20,8 +20,9 @@ import numpy as np
 from coterie.kernels.api import HostArray, Kernels, WeightKind
 from coterie.model.banks import BankFiller, must_be_whole
 from coterie.model.checkpoint import open_checkpoint
-from coterie.model.dequant import BlockScale, dequantize_rows, to_float32
+from coterie.model.dequant import PLAIN_DTYPES, BlockScale, dequantize_rows, to_float32
 from coterie.model.dummy import dummy_weights
+from coterie.model.formats.ggml import expand
 from coterie.model.load_plan import DtypeChoice, LoadPlan, PlannedTensor, Skipped, check_strict, make_plan
 from coterie.model.load_report import Conversion, LoadProgress, LoadReport
 from coterie.model.safetensors_io import LoadError, Piece, RawBytes, ReadStats, StoredTensor, split_rows, stream
@@ -105,6 +106,16 @@ def _load_dummy(
         mtp_present=mtp and bool(spec.mtp_layers),
     )
     return LoadedWeights(made.weights, made.kind, report)
+
+
+def unpair(values: HostArray, tensor: StoredTensor) -> HostArray:
+    """Whole runs of rows (or a vector's values) in the model's order; see `StoredTensor.pair_rows`."""
+    run = tensor.pair_rows
+    if not run:
+        return values
+    if len(tensor.shape) == 1:
+        return values.reshape(-1, run // 2, 2).swapaxes(1, 2).reshape(values.shape)
+    return values.reshape(-1, run // 2, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
 
 
 class _Clock:
@@ -195,9 +206,16 @@ class _Load:
 
     def _decode(self, item: PlannedTensor, piece: Piece, raw: RawBytes) -> HostArray:
         shape = (piece.rows, item.tensor.matrix_shape[1])
-        if item.scale is None:
-            return to_float32(raw, item.tensor.dtype).reshape(shape)
-        return dequantize_rows(raw.reshape(shape), piece.row, self.scales[item.scale.name])
+        if item.scale is not None:
+            return dequantize_rows(raw.reshape(shape), piece.row, self.scales[item.scale.name])
+        if item.tensor.dtype in PLAIN_DTYPES:
+            values = to_float32(raw, item.tensor.dtype).reshape(shape)
+        else:
+            values = expand(raw, item.tensor.dtype, piece.rows)
+            if not np.isfinite(values).all():
+                where = f"{item.tensor.path.name}: tensor {item.tensor.name!r}"
+                raise LoadError(f"{where} holds NaN or infinity in rows {piece.row} and on: damaged checkpoint")
+        return unpair(values, item.tensor)
 
     def _count(self, item: PlannedTensor) -> None:
         kinds: set[WeightKind] = {self.plan.bank_kinds.get(part.bank, "f32") for part in item.entry.parts}

@@ -217,7 +217,8 @@ def file_name(canonical: str, prefix: str) -> str:
 def fuse_experts(layout: WeightLayout, present: Container[str]) -> None:
     """Where a file stacks the experts of a layer, expect `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I] instead.
 
-    Decided by names only; the shapes are checked like any other. Parts count rows of the flattened [E * rows, cols].
+    GGUF files stack `gate_proj` and `up_proj` [E, I, H] by themselves. Decided by names only; the shapes are checked
+    like any other. Parts count rows of the flattened [E * rows, cols].
     """
     _rename_block(layout, present)
     groups: dict[str, list[str]] = {}
@@ -225,18 +226,41 @@ def fuse_experts(layout: WeightLayout, present: Container[str]) -> None:
         if match := _EXPERT.fullmatch(tensor):
             groups.setdefault(match["experts"], []).append(tensor)
     for experts, tensors in groups.items():
-        for end in ("gate_up", "down"):
-            fused = f"{experts}.{end}_proj"
-            if fused not in present:
-                continue
-            banks = {name: layout.tensors[name].parts[0].bank for name in tensors if name in layout.tensors}
-            mine = [name for name, bank in banks.items() if bank.endswith(f".{end}")]
-            bank = banks[mine[0]]
-            size = layout.banks[bank]
-            parts = tuple(Part(bank, e, rows=(e * size.rows, (e + 1) * size.rows)) for e in range(size.count))
-            for name in mine:
+        _stack(layout, experts, tensors, present)
+
+
+def _stack(layout: WeightLayout, experts: str, tensors: list[str], present: Container[str]) -> None:
+    for end in ("gate_up", "gate", "up", "down"):
+        fused = f"{experts}.{end}_proj"
+        if fused not in present:
+            continue
+        bank_end = "down" if end == "down" else "gate_up"
+        firsts = {name: layout.tensors[name].parts[0] for name in tensors if name in layout.tensors}
+        bank = next((part.bank for part in firsts.values() if part.bank.endswith(f".{bank_end}")), None)
+        if bank is None:
+            continue
+        size = layout.banks[bank]
+        half = end in ("gate", "up")
+        rows = size.rows // 2 if half else size.rows
+        at = rows if end == "up" else 0
+        for name, part in firsts.items():
+            if part.bank == bank and (not half or part.at == at):
                 del layout.tensors[name]
-            layout.tensors[fused] = TensorEntry((size.count, size.rows, size.cols), parts)
+        parts = tuple(Part(bank, e, at, rows=(e * rows, (e + 1) * rows)) for e in range(size.count))
+        layout.tensors[fused] = TensorEntry((size.count, rows, size.cols), parts)
+
+
+def split_latent(layout: WeightLayout, present: Container[str]) -> None:
+    """Where a file holds `k_b_proj` [N, R, nope] and `v_b_proj` [N, V, R] (GGUF), expect them for `kv_b_proj`."""
+    for name in [tensor for tensor in layout.tensors if tensor.endswith(".kv_b_proj.weight")]:
+        key, value = (name.replace(".kv_b_proj.", f".{half}_b_proj.") for half in "kv")
+        if key not in present and value not in present:
+            continue
+        banks = {part.bank for part in layout.tensors.pop(name).parts}
+        for tensor, bank in ((key, min(banks)), (value, max(banks))):
+            size = layout.banks[bank]
+            parts = tuple(Part(bank, n, rows=(n * size.rows, (n + 1) * size.rows)) for n in range(size.count))
+            layout.tensors[tensor] = TensorEntry((size.count, size.rows, size.cols), parts)
 
 
 def _rename_block(layout: WeightLayout, present: Container[str]) -> None:

@@ -52,7 +52,10 @@ class LoadError(CoterieError):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of one file: `start` is its absolute position in bytes."""
+    """One tensor of one file: `start` is its absolute position in bytes.
+
+    `pair_rows`: the file stores the two halves of each run of so many rows interleaved (`gguf_names`); 0: it does not.
+    """
 
     name: str
     dtype: str
@@ -60,6 +63,7 @@ class StoredTensor:
     path: Path
     start: int
     nbytes: int
+    pair_rows: int = 0
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -194,14 +198,16 @@ class Piece:
 
 
 def split_rows(tensor: StoredTensor, *, whole: bool = False) -> list[Piece]:
-    """Pieces of whole rows, about `PIECE_BYTES` each (a row is never cut); `whole` asks for one. None if empty."""
+    """Pieces of whole rows (of whole runs of `pair_rows`), about `PIECE_BYTES` each; `whole` asks for one. None if
+    empty."""
     if not tensor.nbytes:
         return []
     rows, _ = tensor.matrix_shape
     if whole or tensor.nbytes % rows:
         return [Piece(tensor, 0, rows, tensor.start, tensor.nbytes)]
     row_bytes = tensor.nbytes // rows
-    step = max(1, PIECE_BYTES // row_bytes)
+    run = tensor.pair_rows or 1
+    step = max(run, PIECE_BYTES // row_bytes // run * run)
     return [
         Piece(tensor, row, min(step, rows - row), tensor.start + row * row_bytes, min(step, rows - row) * row_bytes)
         for row in range(0, rows, step)

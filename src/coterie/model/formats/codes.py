@@ -60,6 +60,11 @@ class Codes:
 
 def dequantize(codes: Codes, form: CodeFormat) -> FloatArray:
     """The weights [n, cols] in float32: one product, and one difference for affine kinds, each rounded once."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _dequantize(codes, form)
+
+
+def _dequantize(codes: Codes, form: CodeFormat) -> FloatArray:
     rows, cols = codes.codes.shape
     width = form.group or cols
     if form.kind == "code4":

@@ -77,7 +77,7 @@ def _nibbles(packed: RawBytes, run: int) -> CodeArray:
 
 def _fifth_bits(high: RawBytes) -> CodeArray:
     """32 bits of each block, least significant first, as 0 or 16."""
-    return np.unpackbits(high, axis=1, bitorder="little") << 4
+    return np.unpackbits(high, axis=1, bitorder="little") * np.uint8(16)
 
 
 def _six_bit_pairs(packed: RawBytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -90,7 +90,7 @@ def _six_bit_pairs(packed: RawBytes) -> tuple[NDArray[np.uint8], NDArray[np.uint
 
 # ---- one function a type ---------------------------------------------------------------------------------------------
 def _q8_0(blocks: RawBytes) -> Blocks:
-    return blocks[:, 2:34] ^ 0x80, _half(blocks, 0), None
+    return blocks[:, 2:34] ^ np.uint8(0x80), _half(blocks, 0), None
 
 
 def _q4_plain(blocks: RawBytes) -> Blocks:
@@ -102,7 +102,10 @@ def _q4_1(blocks: RawBytes) -> Blocks:
 
 
 def _q5_0(blocks: RawBytes) -> Blocks:
-    return (_nibbles(blocks[:, 6:22], 16) | _fifth_bits(blocks[:, 2:6])) + np.uint8(112), _half(blocks, 0), None
+    codes = _nibbles(blocks[:, 6:22], 16)
+    codes |= _fifth_bits(blocks[:, 2:6])
+    codes += 128 - 16
+    return codes, _half(blocks, 0), None
 
 
 def _q5_1(blocks: RawBytes) -> Blocks:
@@ -172,9 +175,10 @@ DECODERS: dict[str, Decoder] = {
 
 
 def decode(raw: RawBytes, name: str, rows: int) -> Codes:
-    """Rows of whole blocks as codes."""
+    """Rows of whole blocks as codes. Scales of a damaged file may be NaN or infinite: see `Codes.is_finite`."""
     block, decoder = BY_NAME[name], DECODERS[name]
-    codes, scales, mins = decoder.blocks(raw.reshape(-1, block.nbytes))
+    with np.errstate(invalid="ignore"):
+        codes, scales, mins = decoder.blocks(raw.reshape(-1, block.nbytes))
     return Codes(codes.reshape(rows, -1), scales.reshape(rows, -1), None if mins is None else mins.reshape(rows, -1))
 
 
