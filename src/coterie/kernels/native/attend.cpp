@@ -1,5 +1,6 @@
 // Attention of a step: how it is cut into tasks for the pool, and the writing of cache rows. How work is cut depends on
-// sizes and the number of threads and never changes a row's bits.
+// sizes and the number of threads and never changes a row's bits: splits lie at fixed positions and are merged in order
+// (attention.h).
 #include <algorithm>
 #include <cstring>
 
@@ -9,45 +10,147 @@ namespace coterie {
 
 namespace {
 
-constexpr std::int64_t kChunk = 1 << 15;  // multiply-adds below which another thread is not worth it
+constexpr std::int64_t kChunk = 1 << 15;       // elements below which another thread is not worth it
+constexpr std::int64_t kTaskPairs = 128;       // (row, head) pairs that share a widened tile
+constexpr std::int64_t kFewHeads = 8;          // a task is not cut finer than this
+constexpr std::int64_t kTaskWork = 1 << 17;    // multiply-adds below which it is not worth it
 
-// A task is up to kMaxTaskRows rows of a sequence and up to `head_step` heads of one key head; they share a tile.
-void split_sequence(const AttentionArgs& args, const Sequences& s, std::int64_t index, std::int64_t head_step,
-                    std::vector<AttentionTask>& tasks) {
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+std::int64_t context_of(const AttentionTask& task) {
+  return task.first_position + task.rows;
+}
+
+std::int64_t pairs_of(const AttentionTask& task) {
+  return task.rows * task.heads;
+}
+
+std::int64_t cost_of(const AttentionArgs& args, const AttentionTask& task) {
+  return pairs_of(task) * context_of(task) * (args.key_dim + args.value_dim);
+}
+
+// Floats of one split's partial result, and of a task's scratch.
+std::int64_t partial_floats(const AttentionArgs& args, std::int64_t pairs) {
+  return pad_channels(pairs * (pad_channels(args.value_dim) + 2));
+}
+
+std::int64_t scratch_floats(const AttentionArgs& args, std::int64_t pairs) {
+  const std::int64_t tiles = 64 * (tile_stride(args.key_dim) + tile_stride(args.value_dim));
+  return tiles + pairs * (pad_channels(args.key_dim) + 2) + partial_floats(args, pairs);
+}
+
+// A task is some rows of a sequence and up to `head_step` heads of one key head, kTaskPairs in all; they share tiles.
+// The last rows, which see most, come first.
+void cut_sequence(const AttentionArgs& args, const Sequences& s, std::int64_t index, std::int64_t head_step,
+                  std::vector<AttentionTask>& tasks) {
   const std::int64_t begin = s.query_start[index], end = s.query_start[index + 1];
+  if (begin == end) return;
   const std::int64_t per_group = args.heads / args.groups;
-  for (std::int64_t row = begin; row < end; row += kMaxTaskRows) {
+  const std::int64_t row_step = std::max<std::int64_t>(1, kTaskPairs / std::min(head_step, per_group));
+  for (std::int64_t block = (end - begin - 1) / row_step; block >= 0; --block) {
+    const std::int64_t row = begin + block * row_step;
     const std::int64_t position = s.blocks ? s.positions[row] : row - begin;
-    const std::int64_t rows = std::min(kMaxTaskRows, end - row);
     for (std::int64_t group = 0; group < args.groups; ++group) {
       for (std::int64_t head = 0; head < per_group; head += head_step) {
-        tasks.push_back({row, rows, position, group * per_group + head, std::min(head_step, per_group - head),
-                         s.blocks ? s.blocks + index * s.stride : nullptr, begin});
+        AttentionTask task{};
+        task.row = row;
+        task.rows = std::min(row_step, end - row);
+        task.first_position = position;
+        task.head = group * per_group + head;
+        task.heads = std::min(head_step, per_group - head);
+        task.blocks = s.blocks ? s.blocks + index * s.stride : nullptr;
+        task.base_row = begin;
+        tasks.push_back(task);
       }
     }
+  }
+}
+
+// A task that is computed split by split: `splits` tasks from `first` on, whose results lie `stride` floats apart.
+struct Cut {
+  AttentionTask whole;
+  std::size_t first;
+  std::int64_t splits, stride;
+};
+
+struct Plan {
+  std::vector<AttentionTask> tasks;
+  std::vector<Cut> cuts;
+  std::int64_t cost = 0;
+  std::int64_t scratch = 0;   // floats of the largest task
+  std::int64_t partials = 0;  // floats of all cuts
+};
+
+std::vector<AttentionTask> cut_rows_and_heads(const AttentionArgs& args, const Sequences& sequences, int threads) {
+  std::vector<AttentionTask> tasks;
+  for (std::int64_t head_step = kTaskPairs;; head_step /= 2) {
+    tasks.clear();
+    std::int64_t splits = 0;
+    for (std::int64_t i = 0; i < sequences.count; ++i) cut_sequence(args, sequences, i, head_step, tasks);
+    for (const AttentionTask& task : tasks) splits += ceil_div(context_of(task), kSplit);
+    if (threads == 1 || splits >= 2 * threads || head_step == kFewHeads) return tasks;
+  }
+}
+
+// Tasks that would keep one thread busy while others have nothing left are cut at the splits.
+Plan make_plan(const AttentionArgs& args, const Sequences& sequences, int threads) {
+  Plan plan;
+  const std::vector<AttentionTask> tasks = cut_rows_and_heads(args, sequences, threads);
+  for (const AttentionTask& task : tasks) {
+    plan.cost += cost_of(args, task);
+    plan.scratch = std::max(plan.scratch, scratch_floats(args, pairs_of(task)));
+  }
+  const std::int64_t limit = plan.cost / (4 * threads);
+  for (const AttentionTask& task : tasks) {
+    const std::int64_t splits = ceil_div(context_of(task), kSplit);
+    if (threads > 1 && splits > 1 && cost_of(args, task) > limit) {
+      const std::int64_t stride = partial_floats(args, pairs_of(task));
+      plan.cuts.push_back({task, plan.tasks.size(), splits, stride});
+      plan.partials += splits * stride;
+      plan.tasks.insert(plan.tasks.end(), static_cast<std::size_t>(splits), task);
+    } else {
+      plan.tasks.push_back(task);
+    }
+  }
+  return plan;
+}
+
+void place_partials(Plan& plan, float* buffer) {
+  for (Cut& cut : plan.cuts) {
+    cut.whole.partial = buffer;
+    for (std::int64_t split = 0; split < cut.splits; ++split) {
+      AttentionTask& task = plan.tasks[cut.first + static_cast<std::size_t>(split)];
+      task.split = split;
+      task.partial = buffer + split * cut.stride;
+    }
+    buffer += cut.splits * cut.stride;
   }
 }
 
 }  // namespace
 
 void Device::attend(const AttentionArgs& args, const Sequences& sequences) {
-  // Few tasks (one stream of MLA) are cut finer, so that every thread has heads to work on.
-  std::vector<AttentionTask> tasks;
-  for (const std::int64_t head_step : {kMaxTaskHeads, kMaxTaskHeads / 4}) {
-    tasks.clear();
-    for (std::int64_t i = 0; i < sequences.count; ++i) split_sequence(args, sequences, i, head_step, tasks);
-    if (static_cast<std::int64_t>(tasks.size()) >= 2 * threads()) break;
-  }
-  std::int64_t cost = 0;
-  for (const AttentionTask& task : tasks) {
-    cost += task.rows * task.heads * (task.first_position + task.rows) * (args.key_dim + args.value_dim);
-  }
-  const auto count = static_cast<std::int64_t>(tasks.size());
-  const std::int64_t chunks = std::min(count, std::max<std::int64_t>(1, cost / kChunk));
+  Plan plan = make_plan(args, sequences, threads());
+  const ScratchPool::Lease partials(scratch_, plan.partials);
+  place_partials(plan, partials.data());
+  const auto count = static_cast<std::int64_t>(plan.tasks.size());
+  const std::int64_t chunks = std::min(count, std::max<std::int64_t>(1, plan.cost / kTaskWork));
   parallel_for(pool_, chunks, [&](std::int64_t i) {
+    const ScratchPool::Lease scratch(scratch_, plan.scratch);
     for (std::int64_t t = i * count / chunks; t < (i + 1) * count / chunks; ++t) {
-      table_.attention(args, tasks[static_cast<std::size_t>(t)]);
+      AttentionTask task = plan.tasks[static_cast<std::size_t>(t)];
+      task.scratch = scratch.data();
+      table_.attention(args, task);
     }
+  });
+  std::int64_t groups = 0;
+  for (const Cut& cut : plan.cuts) groups = std::max(groups, ceil_div(pairs_of(cut.whole), kFewHeads));
+  parallel_for(pool_, static_cast<std::int64_t>(plan.cuts.size()) * groups, [&](std::int64_t i) {
+    const Cut& cut = plan.cuts[static_cast<std::size_t>(i / groups)];
+    const std::int64_t begin = i % groups * kFewHeads, end = std::min(pairs_of(cut.whole), begin + kFewHeads);
+    if (begin < end) table_.attention_merge(args, cut.whole, cut.stride, begin, end);
   });
 }
 

@@ -1,75 +1,92 @@
 // Causal attention of a few query rows against one key head. Included by kernels.cpp inside the level's namespace.
 //
-// Keys are taken in tiles at fixed absolute positions (multiples of kTile) and folded in ascending order into a running
-// maximum, sum and output per (row, head). A (row, head) sees the same arithmetic whichever rows, heads, pages or
-// chunks share the call: a score is kLanes chains over the key's channels and a fixed tree, the value sum is one chain
-// per channel over positions.
+// Keys are cut at fixed absolute positions: splits of kSplit, tiles of kTile within them. Within a split the tiles are
+// folded in ascending order into a running maximum, sum and output per pair (row, head); then the splits are folded in
+// ascending order. A pair sees the same arithmetic whichever rows, heads, pages or chunks share the call and however
+// splits are spread over tasks: a score is kLanes chains over the key's channels and a fixed tree, the value sum one
+// chain per channel over positions. Keys that a pair may not see never enter its arithmetic, not even times zero.
 
-constexpr int kTile = 64;
+constexpr int kSums = kLanes;                          // scores that one reduction gives
+constexpr int kPairs = kLanes == 4 ? 2 : kLanes / 2;   // pairs that share loaded keys
+constexpr int kValueSums = kLanes == 16 ? 16 : 8;      // accumulators of the value product
 
-template <class T>
-struct Tile {
-  const T* keys[kTile];
-  const T* values[kTile];
-};
+// A value that is loaded once: compilers would rather read it again with every multiply-add, and run out of load ports.
+COTERIE_INLINE Vec in_register(Vec v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__AVX2__)
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
 
-template <class T>
-static void find_tile(const AttentionArgs& args, const AttentionTask& task, std::int64_t first, int count,
-                      Tile<T>* tile) {
-  const std::int64_t group = task.head / (args.heads / args.groups);
-  const T* keys = static_cast<const T*>(args.keys) + group * args.key_dim;
-  const T* values = static_cast<const T*>(args.values) + group * args.value_dim;
-  for (int j = 0; j < count; ++j) {
-    std::int64_t slot = task.base_row + first + j;
-    if (task.blocks) {
-      const std::int64_t position = first + j;
-      slot = task.blocks[position / args.page_size] * args.page_size + position % args.page_size;
-    }
-    tile->keys[j] = keys + slot * args.key_stride;
-    tile->values[j] = values + slot * args.value_stride;
+// Lanes without bit H: a[l] + a[l ^ H]; with it: the same of b.
+template <int H>
+COTERIE_INLINE Vec fold_lanes(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  constexpr __mmask16 upper = H == 8 ? 0xff00 : H == 4 ? 0xf0f0 : H == 2 ? 0xcccc : 0xaaaa;
+  VecI other;
+  for (int l = 0; l < kLanes; ++l) other[l] = (l & H) ? 16 + (l ^ H) : (l ^ H);
+  return (Vec)_mm512_mask_blend_ps(upper, (__m512)a, (__m512)b) +
+         (Vec)_mm512_permutex2var_ps((__m512)a, (__m512i)other, (__m512)b);
+#elif defined(__AVX2__)
+  constexpr int upper = H == 4 ? 0xf0 : H == 2 ? 0xcc : 0xaa;
+  const Vec kept = (Vec)_mm256_blend_ps((__m256)a, (__m256)b, upper);
+  if constexpr (H == 4) return kept + (Vec)_mm256_permute2f128_ps((__m256)a, (__m256)b, 0x21);
+  if constexpr (H == 2) return kept + (Vec)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x4e);
+  return kept + (Vec)_mm256_permute_ps(_mm256_blend_ps((__m256)b, (__m256)a, upper), 0xb1);
+#else
+  Vec out;
+  for (int l = 0; l < kLanes; ++l) out[l] = (l & H) ? b[l] + b[l ^ H] : a[l] + a[l ^ H];
+  return out;
+#endif
+}
+
+// Lane i of the result is sum(v[i]): the same tree, kLanes at a time.
+template <int H = kLanes / 2>
+COTERIE_INLINE Vec sum_each(Vec* v) {
+  for (int i = 0; i < H; ++i) v[i] = fold_lanes<H>(v[i], v[i + H]);
+  if constexpr (H == 1) {
+    return v[0];
+  } else {
+    return sum_each<H / 2>(v);
   }
 }
 
-// scores[h][j] of R heads x C keys.
-template <class T, int R, int C>
-COTERIE_INLINE void score_block(const float* query, std::int64_t dim, const T* const* keys, float scale,
-                                float (*scores)[kTile], int j) {
-  Vec acc[R][C] = {};
-  std::int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) {
-    Vec key[C];
-    for (int c = 0; c < C; ++c) key[c] = load(keys[j + c] + d);
-    for (int r = 0; r < R; ++r) {
-      const Vec q = load(query + r * dim + d);
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(q, key[c], acc[r][c]);
+// scores[r][0, count rounded up) of R pairs; `dim` is whole vectors.
+template <int R>
+COTERIE_INLINE void score_tile(const float* query, std::int64_t dim, const float* tile, std::int64_t stride, int count,
+                               float scale, float (*scores)[kTile]) {
+  constexpr int C = kSums / R;
+  for (int j = 0; j < count; j += C) {
+    const float* key = tile + j * stride;
+    Vec acc[kSums] = {};
+    for (std::int64_t d = 0; d < dim; d += kLanes) {
+      Vec keys[C];
+      for (int c = 0; c < C; ++c) keys[c] = load(key + c * stride + d);
+      for (int r = 0; r < R; ++r) {
+        const Vec q = in_register(load(query + r * dim + d));
+        for (int c = 0; c < C; ++c) acc[r * C + c] = fma(q, keys[c], acc[r * C + c]);
+      }
     }
-  }
-  if (d < dim) {
-    Vec key[C];
-    for (int c = 0; c < C; ++c) key[c] = load_part(keys[j + c] + d, dim - d);
-    for (int r = 0; r < R; ++r) {
-      const Vec q = load_part(query + r * dim + d, dim - d);
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(q, key[c], acc[r][c]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) scores[r][j + c] = sum(acc[r][c]) * scale;
+    float sums[kSums];
+    store(sums, sum_each(acc) * splat(scale));
+    for (int r = 0; r < R; ++r) std::memcpy(scores[r] + j, sums + r * C, sizeof(float) * C);
   }
 }
 
-template <class T, int R>
-COTERIE_INLINE void score_tile(const float* query, std::int64_t dim, const T* const* keys, int count, float scale,
-                               float (*scores)[kTile]) {
-  int j = 0;
-  for (; j + kKeyBlock <= count; j += kKeyBlock) score_block<T, R, kKeyBlock>(query, dim, keys, scale, scores, j);
-  for (; j < count; ++j) score_block<T, R, 1>(query, dim, keys, scale, scores, j);
-}
-
-// Turns `count` scores into weights against the new maximum; returns the factor for what was accumulated before.
+// Turns `count` >= 1 scores into weights against the new maximum; returns the factor for what was summed before.
 COTERIE_INLINE float fold_softmax(float* scores, int count, float* top, float* total) {
-  float now = *top;
-  for (int j = 0; j < count; ++j) now = scores[j] > now ? scores[j] : now;
-  for (int j = count; j < kTile; ++j) scores[j] = now;
+  for (int j = count; j < kTile; ++j) scores[j] = scores[0];
+  Vec tops = splat(*top);
+  for (int j = 0; j < kTile; j += kLanes) {
+    const Vec score = load(scores + j);
+    tops = score > tops ? score : tops;  // a NaN is passed over here and makes the weights NaN
+  }
+  float lanes[kLanes];
+  store(lanes, tops);
+  float now = lanes[0];
+  for (int i = 1; i < kLanes; ++i) now = lanes[i] > now ? lanes[i] : now;
   Vec sums = {};
   for (int j = 0; j < kTile; j += kLanes) {
     Vec weight = exp(load(scores + j) - splat(now));
@@ -85,101 +102,206 @@ COTERIE_INLINE float fold_softmax(float* scores, int count, float* top, float* t
   return factor;
 }
 
-// out[r][i .. i + C vectors) = out * factor + sum_j weights[r][j] * values[j].
-template <class T, int R, int C>
-COTERIE_INLINE void value_block(const T* const* values, int count, const float (*weights)[kTile], const float* factor,
-                                float* out, std::int64_t dim, std::int64_t i) {
-  Vec acc[R][C];
+// out[r] = out[r] * factor[r] + sum of weights[r][j] * values[j] over [begin, end), of V vectors.
+template <int R, int V>
+COTERIE_INLINE void value_block(const float* tile, std::int64_t stride, const float (*weights)[kTile], int begin,
+                                int end, const float* factor, float* out, std::int64_t dim) {
+  Vec acc[R][V];
   for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) acc[r][c] = load(out + r * dim + i + c * kLanes) * splat(factor[r]);
+    for (int v = 0; v < V; ++v) acc[r][v] = load(out + r * dim + v * kLanes) * splat(factor[r]);
   }
-  for (int j = 0; j < count; ++j) {
-    Vec value[C];
-    for (int c = 0; c < C; ++c) value[c] = load(values[j] + i + c * kLanes);
+  for (int j = begin; j < end; ++j) {
+    Vec value[V];
+    for (int v = 0; v < V; ++v) value[v] = load(tile + j * stride + v * kLanes);
     for (int r = 0; r < R; ++r) {
       const Vec weight = splat(weights[r][j]);
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(weight, value[c], acc[r][c]);
+      for (int v = 0; v < V; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) store(out + r * dim + i + c * kLanes, acc[r][c]);
+    for (int v = 0; v < V; ++v) store(out + r * dim + v * kLanes, acc[r][v]);
   }
 }
 
-template <class T, int R>
-COTERIE_INLINE void value_tile(const T* const* values, int count, const float (*weights)[kTile], const float* factor,
-                               float* out, std::int64_t dim) {
+template <int R>
+COTERIE_INLINE void value_tile(const float* tile, std::int64_t stride, const float (*weights)[kTile], int begin,
+                               int end, const float* factor, float* out, std::int64_t dim) {
+  constexpr int V = kValueSums / R;
   std::int64_t i = 0;
-  for (; i + kVectors * kLanes <= dim; i += kVectors * kLanes) {
-    value_block<T, R, kVectors>(values, count, weights, factor, out, dim, i);
+  for (; i + V * kLanes <= dim; i += V * kLanes) {
+    value_block<R, V>(tile + i, stride, weights, begin, end, factor, out + i, dim);
   }
-  for (; i + kLanes <= dim; i += kLanes) value_block<T, R, 1>(values, count, weights, factor, out, dim, i);
-  if (i == dim) return;
-  const std::int64_t n = dim - i;
-  for (int r = 0; r < R; ++r) {
-    Vec acc = load_part(out + r * dim + i, n) * splat(factor[r]);
-    for (int j = 0; j < count; ++j) acc = fma(splat(weights[r][j]), load_part(values[j] + i, n), acc);
-    store_part(out + r * dim + i, acc, n);
-  }
+  for (; i < dim; i += kLanes) value_block<R, 1>(tile + i, stride, weights, begin, end, factor, out + i, dim);
 }
 
-struct Running {
-  float top[kMaxTaskRows][kMaxTaskHeads];
-  float total[kMaxTaskRows][kMaxTaskHeads];
+// A task's scratch, and its pairs' state within the split at hand.
+struct Work {
+  float* query;  // [pairs, key_dim padded]
+  float* keys;   // the tile
+  float* values;
+  std::int64_t key_dim, value_dim, key_stride, value_stride;  // padded
+  Partial now;
 };
 
-// Folds one tile into R heads of one row, from head `h` of the task on.
-template <class T, int R>
-static void fold_heads(const AttentionArgs& args, const AttentionTask& task, const Tile<T>& tile, int count,
-                       std::int64_t row, std::int64_t h, Running* running) {
+static Partial partial_at(float* base, std::int64_t pairs, std::int64_t value_dim) {
+  return {base, base + pairs * value_dim, base + pairs * (value_dim + 1)};
+}
+
+static Work make_work(const AttentionArgs& args, const AttentionTask& task) {
+  const std::int64_t pairs = task.rows * task.heads;
+  Work work;
+  work.key_dim = pad_channels(args.key_dim);
+  work.value_dim = pad_channels(args.value_dim);
+  work.key_stride = tile_stride(args.key_dim);
+  const bool shared = args.keys == args.values;
+  work.value_stride = shared ? work.key_stride : tile_stride(args.value_dim);
+  work.keys = task.scratch;
+  work.values = shared ? work.keys : work.keys + kTile * work.key_stride;
+  work.query = work.values + kTile * work.value_stride;
+  work.now = partial_at(task.partial ? task.partial : work.query + pairs * work.key_dim, pairs, work.value_dim);
+  for (std::int64_t p = 0; p < pairs; ++p) {
+    const std::int64_t at = (task.row + p / task.heads) * args.heads + task.head + p % task.heads;
+    widen_row(args.query + at * args.key_dim, args.key_dim, work.query + p * work.key_dim);
+  }
+  return work;
+}
+
+// Folds a tile at position `first` into R pairs from `pair` on.
+template <int R>
+static void fold_pairs(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t first,
+                       std::int64_t pair) {
+  int count[R];
+  for (int r = 0; r < R; ++r) {
+    const std::int64_t seen = task.first_position + (pair + r) / task.heads + 1 - first;
+    count[r] = static_cast<int>(seen < 0 ? 0 : seen < kTile ? seen : kTile);
+  }
+  if (count[R - 1] == 0) return;
   float scores[R][kTile];
   float factor[R];
-  const std::int64_t at = (task.row + row) * args.heads + task.head + h;
-  score_tile<T, R>(args.query + at * args.key_dim, args.key_dim, tile.keys, count, args.scale, scores);
+  score_tile<R>(work.query + pair * work.key_dim, work.key_dim, work.keys, work.key_stride, count[R - 1], args.scale,
+                scores);
   for (int r = 0; r < R; ++r) {
-    factor[r] = fold_softmax(scores[r], count, &running->top[row][h + r], &running->total[row][h + r]);
+    if (count[r] == 0) continue;
+    factor[r] = fold_softmax(scores[r], count[r], work.now.top + pair + r, work.now.total + pair + r);
   }
-  value_tile<T, R>(tile.values, count, scores, factor, args.out + at * args.value_dim, args.value_dim);
-}
-
-template <class T>
-static void attention_typed(const AttentionArgs& args, const AttentionTask& task) {
-  Running running;
-  for (std::int64_t row = 0; row < task.rows; ++row) {
-    for (std::int64_t h = 0; h < task.heads; ++h) {
-      running.top[row][h] = -__builtin_inff();
-      running.total[row][h] = 0.0f;
-    }
-    float* out = args.out + ((task.row + row) * args.heads + task.head) * args.value_dim;
-    std::memset(out, 0, sizeof(float) * static_cast<std::size_t>(task.heads * args.value_dim));
+  float* out = work.now.out + pair * work.value_dim;
+  if (count[0] > 0) {
+    value_tile<R>(work.values, work.value_stride, scores, 0, count[0], factor, out, work.value_dim);
   }
-  Tile<T> tile;
-  const std::int64_t context = task.first_position + task.rows;
-  for (std::int64_t first = 0; first < context; first += kTile) {
-    const std::int64_t left = context - first;
-    find_tile(args, task, first, static_cast<int>(left < kTile ? left : kTile), &tile);
-    for (std::int64_t row = 0; row < task.rows; ++row) {
-      const std::int64_t seen = task.first_position + row + 1 - first;
-      if (seen <= 0) continue;
-      const int count = static_cast<int>(seen < kTile ? seen : kTile);
-      std::int64_t h = 0;
-      for (; h + 4 <= task.heads; h += 4) fold_heads<T, 4>(args, task, tile, count, row, h, &running);
-      for (; h < task.heads; ++h) fold_heads<T, 1>(args, task, tile, count, row, h, &running);
-    }
-  }
-  for (std::int64_t row = 0; row < task.rows; ++row) {
-    for (std::int64_t h = 0; h < task.heads; ++h) {
-      float* out = args.out + ((task.row + row) * args.heads + task.head + h) * args.value_dim;
-      const float total = running.total[row][h];
-      for (std::int64_t i = 0; i < args.value_dim; ++i) out[i] /= total;
+  if constexpr (R > 1) {  // rows further down see a few keys more
+    const float one = 1.0f;
+    for (int r = 1; r < R; ++r) {
+      if (count[r] == count[0]) continue;
+      value_tile<1>(work.values, work.value_stride, scores + r, count[0], count[r], count[0] ? &one : factor + r,
+                    out + r * work.value_dim, work.value_dim);
     }
   }
 }
 
+static void fold_tile(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t first) {
+  const std::int64_t pairs = task.rows * task.heads;
+  std::int64_t p = 0;
+  for (; p + kPairs <= pairs; p += kPairs) fold_pairs<kPairs>(args, task, work, first, p);
+  if constexpr (kPairs > 4) {
+    for (; p + 4 <= pairs; p += 4) fold_pairs<4>(args, task, work, first, p);
+  }
+  if constexpr (kPairs > 2) {
+    for (; p + 2 <= pairs; p += 2) fold_pairs<2>(args, task, work, first, p);
+  }
+  for (; p < pairs; ++p) fold_pairs<1>(args, task, work, first, p);
+}
+
+static void run_split(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t begin,
+                      std::int64_t end) {
+  const std::int64_t group = task.head / (args.heads / args.groups), pairs = task.rows * task.heads;
+  const TileSource keys{static_cast<const char*>(args.keys), args.kind, args.key_stride, group * args.key_dim,
+                        args.key_dim};
+  const TileSource values{static_cast<const char*>(args.values), args.kind, args.value_stride, group * args.value_dim,
+                          args.value_dim};
+  for (std::int64_t p = 0; p < pairs; ++p) {
+    work.now.top[p] = -__builtin_inff();
+    work.now.total[p] = 0.0f;
+  }
+  std::memset(work.now.out, 0, sizeof(float) * static_cast<std::size_t>(pairs * work.value_dim));
+  std::int64_t slots[2][kTile];
+  find_slots(args, task, begin, static_cast<int>(end - begin < kTile ? end - begin : kTile), slots[0]);
+  for (std::int64_t first = begin; first < end; first += kTile) {
+    const int turn = static_cast<int>((first - begin) / kTile % 2);
+    const int count = static_cast<int>(end - first < kTile ? end - first : kTile);
+    load_tile(keys, slots[turn], count, work.keys);
+    if (work.values != work.keys) load_tile(values, slots[turn], count, work.values);
+    if (first + kTile < end) {
+      const std::int64_t left = end - first - kTile;
+      const int ahead = static_cast<int>(left < kTile ? left : kTile);
+      find_slots(args, task, first + kTile, ahead, slots[1 - turn]);
+      prefetch_tile(keys, slots[1 - turn], ahead);
+      if (work.values != work.keys) prefetch_tile(values, slots[1 - turn], ahead);
+    }
+    fold_tile(args, task, work, first);
+  }
+}
+
+// Folds one split of a pair into its running state; the first is taken as it is.
+static void fold_split(float* out, float* top, float* total, const float* part, float part_top, float part_total,
+                       std::int64_t dim, bool is_first) {
+  if (is_first) {
+    std::memcpy(out, part, sizeof(float) * static_cast<std::size_t>(dim));
+    *top = part_top;
+    *total = part_total;
+    return;
+  }
+  const float now = part_top > *top ? part_top : *top;
+  const Vec before = exp(splat(*top - now)), factor = exp(splat(part_top - now));
+  for_vectors(dim, [&](std::int64_t i, std::int64_t n) {
+    store_n(out + i, fma(load_n(part + i, n), factor, load_n(out + i, n) * before), n);
+  });
+  *total = *total * before[0] + part_total * factor[0];
+  *top = now;
+}
+
+static void divide(float* out, float total, std::int64_t dim) {
+  for_vectors(dim, [&](std::int64_t i, std::int64_t n) { store_n(out + i, load_n(out + i, n) / splat(total), n); });
+}
+
+static float* pair_out(const AttentionArgs& args, const AttentionTask& task, std::int64_t pair) {
+  const std::int64_t at = (task.row + pair / task.heads) * args.heads + task.head + pair % task.heads;
+  return args.out + at * args.value_dim;
+}
+
+// All splits of the task's rows, or (with `partial`) the one split `task.split` alone, left for attention_merge.
 static void attention(const AttentionArgs& args, const AttentionTask& task) {
-  if (args.kind == Kind::f32) {
-    attention_typed<float>(args, task);
-  } else {
-    attention_typed<std::uint16_t>(args, task);
+  const Work work = make_work(args, task);
+  const std::int64_t pairs = task.rows * task.heads, context = task.first_position + task.rows;
+  if (task.partial) {
+    const std::int64_t begin = task.split * kSplit, left = context - begin;
+    run_split(args, task, work, begin, begin + (left < kSplit ? left : kSplit));
+    return;
+  }
+  float* tops = work.now.total + pairs;
+  float* totals = tops + pairs;
+  for (std::int64_t begin = 0; begin < context; begin += kSplit) {
+    run_split(args, task, work, begin, context - begin < kSplit ? context : begin + kSplit);
+    for (std::int64_t p = 0; p < pairs; ++p) {
+      if (begin > task.first_position + p / task.heads) continue;
+      fold_split(pair_out(args, task, p), tops + p, totals + p, work.now.out + p * work.value_dim, work.now.top[p],
+                 work.now.total[p], args.value_dim, begin == 0);
+    }
+  }
+  for (std::int64_t p = 0; p < pairs; ++p) divide(pair_out(args, task, p), totals[p], args.value_dim);
+}
+
+// Folds the partials of the task's splits, `stride` floats apart from task.partial on, for pairs [begin, end).
+static void attention_merge(const AttentionArgs& args, const AttentionTask& task, std::int64_t stride,
+                            std::int64_t begin, std::int64_t end) {
+  const std::int64_t pairs = task.rows * task.heads, value_dim = pad_channels(args.value_dim);
+  for (std::int64_t p = begin; p < end; ++p) {
+    float* out = pair_out(args, task, p);
+    float top = 0.0f, total = 0.0f;
+    const std::int64_t splits = (task.first_position + p / task.heads) / kSplit + 1;
+    for (std::int64_t s = 0; s < splits; ++s) {
+      const Partial part = partial_at(task.partial + s * stride, pairs, value_dim);
+      fold_split(out, &top, &total, part.out + p * value_dim, part.top[p], part.total[p], args.value_dim, s == 0);
+    }
+    divide(out, total, args.value_dim);
   }
 }

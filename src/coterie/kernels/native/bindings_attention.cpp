@@ -1,5 +1,5 @@
-// The Python edge of attention: inputs, cache rows, attend. Same rules as bindings.cpp: every shape, type and index that a
-// kernel relies on is checked here and named in the message; the GIL is released while an op computes.
+// The Python edge of attention: inputs, cache rows, attend. Same rules as bindings.cpp: every shape, type and index
+// that a kernel relies on is checked here and named in the message; the GIL is released while an op computes.
 #include "bindings_attention.h"
 
 #include <nanobind/ndarray.h>

@@ -21,6 +21,8 @@ namespace {
 #include "gemm.h"
 #include "rows.h"
 
+#include "attention_tile.h"
+
 #include "attention.h"
 
 }  // namespace
@@ -30,7 +32,8 @@ namespace {
 
 extern const KernelTable table;
 const KernelTable table = {
-    COTERIE_STRING(COTERIE_ISA), gemm, norm, mla_rows, head_rows, attention, route, combine, silu_mul, sigmoid_scale,
+    COTERIE_STRING(COTERIE_ISA), gemm, norm, mla_rows, head_rows, attention, attention_merge, route, combine, silu_mul,
+    sigmoid_scale,
 };
 
 }  // namespace COTERIE_ISA

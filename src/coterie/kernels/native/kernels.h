@@ -78,16 +78,35 @@ struct AttentionArgs {
 };
 
 // Rows [row, row + rows) of one sequence against heads [head, head + heads) of one key head. Row i sits at position
-// first_position + i. Slots come from `blocks` if the cache is paged, else slot = base_row + position.
+// first_position + i. Slots come from `blocks` if the cache is paged, else slot = base_row + position. With `partial`
+// the task is split `split` alone and leaves its maximum, sum and output there; else all splits, merged into the
+// output. `scratch` holds a tile of keys, one of values, the pairs' queries and two partials.
 struct AttentionTask {
   std::int64_t row, rows, first_position;
   std::int64_t head, heads;
   const std::int32_t* blocks;
   std::int64_t base_row;
+  std::int64_t split = 0;
+  float* partial = nullptr;
+  float* scratch = nullptr;
 };
 
-inline constexpr std::int64_t kMaxTaskRows = 16;
-inline constexpr std::int64_t kMaxTaskHeads = 16;
+// State of pairs (row, head) after some keys: undivided output, maximum, sum.
+struct Partial {
+  float* out;    // [pairs, value_dim padded]
+  float* top;    // [pairs]
+  float* total;  // [pairs]
+};
+
+inline constexpr std::int64_t kSplit = 256;  // positions of a split: part of the arithmetic, not of the scheduling
+
+// Channels in whole vectors of any level, and floats from one row of a tile to the next.
+static constexpr std::int64_t pad_channels(std::int64_t dim) {
+  return (dim + 15) / 16 * 16;
+}
+static constexpr std::int64_t tile_stride(std::int64_t dim) {
+  return ((dim + 15) / 16 | 1) * 16;
+}
 
 // Selection of experts from logits. `scores` holds the logits and is overwritten; `biased` and `group_scores` are
 // scratch.
@@ -119,6 +138,8 @@ struct KernelTable {
   void (*mla_rows)(const MlaArgs&, std::int64_t begin, std::int64_t end);
   void (*head_rows)(const HeadArgs&, std::int64_t begin, std::int64_t end);
   void (*attention)(const AttentionArgs&, const AttentionTask&);
+  void (*attention_merge)(const AttentionArgs&, const AttentionTask&, std::int64_t stride, std::int64_t begin,
+                          std::int64_t end);
   void (*route)(const RouteArgs&, std::int64_t begin, std::int64_t end);
   void (*combine)(const CombineArgs&, std::int64_t begin, std::int64_t end);
   // x[r, 0:inner] = silu(x[r, 0:inner]) * x[r, inner:2*inner]

@@ -11,6 +11,7 @@
 #include "bank.h"
 #include "kernels.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace coterie {
 
@@ -39,7 +40,6 @@ class Device {
 
   int threads() const { return pool_.threads(); }
   const KernelTable& table() const { return table_; }
-  Pool& pool() { return pool_; }
 
   void fill(Bank& bank, std::int64_t index, std::int64_t row, std::int64_t n, const float* values);
   void read(const Bank& bank, std::int64_t index, float* out);
@@ -61,6 +61,7 @@ class Device {
   void over_rows(std::int64_t rows, std::int64_t row_cost, F body);
 
   Pool pool_;
+  ScratchPool scratch_;
   const KernelTable& table_;
 };
 
