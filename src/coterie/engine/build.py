@@ -28,6 +28,7 @@ from coterie.model.gguf_file import find_gguf
 from coterie.model.load_report import LoadProgress
 from coterie.model.loader import LoadedWeights, load_weights
 from coterie.model.transformer import Runtime, Transformer
+from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
@@ -90,9 +91,16 @@ def open_model(source: ModelSource, *, strict: bool = False) -> ModelFiles:
 
 
 def build_engine(
-    source: ModelSource | ModelFiles, config: EngineConfig, progress: Progress | None = None
+    source: ModelSource | ModelFiles,
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    record_experts: bool = False,
 ) -> tuple[EngineCore, EngineInfo]:
-    """Load a model and make its engine. Raises `CoterieError` for whatever cannot be run, with the numbers."""
+    """Load a model and make its engine. Raises `CoterieError` for whatever cannot be run, with the numbers.
+
+    `record_experts` counts the rows of each expert in `core.runner.model.runtime.load`.
+    """
     files = source if isinstance(source, ModelFiles) else open_model(source, strict=config.strict)
     spec = files.spec
     check_config(spec, config)
@@ -100,7 +108,8 @@ def build_engine(
     kernels, chosen = select(config.backend, threads=config.threads, isa=config.isa)
     loaded = _load(files, config, kernels, progress)
     resolved = resolve(spec, config, loaded.kind, available_memory())
-    runner = _runner(spec, loaded, resolved, config, kernels)
+    load = _expert_load(spec, kernels) if record_experts else None
+    runner = _runner(spec, loaded, resolved, config, Runtime(kernels, LocalTransport(), StageTimer(), load))
     limits = SchedulerLimits(
         token_budget=config.chunked_prefill_size,
         max_running=config.max_running_requests,
@@ -134,12 +143,19 @@ def _load(files: ModelFiles, config: EngineConfig, kernels: Kernels, progress: P
 
 
 def _runner(
-    spec: ModelSpec, loaded: LoadedWeights, resolved: Resolved, config: EngineConfig, kernels: Kernels
+    spec: ModelSpec, loaded: LoadedWeights, resolved: Resolved, config: EngineConfig, runtime: Runtime
 ) -> ModelRunner:
-    runtime = Runtime(kernels, LocalTransport(), StageTimer())
     model = Transformer(spec, loaded.weights, runtime, resolved.max_model_len)
-    cache = PagedCache(spec, resolved.num_blocks, config.page_size, resolved.cache_kind, kernels)
-    return ModelRunner(model, cache, kernels)
+    cache = PagedCache(spec, resolved.num_blocks, config.page_size, resolved.cache_kind, runtime.kernels)
+    return ModelRunner(model, cache, runtime.kernels)
+
+
+def _expert_load(spec: ModelSpec, kernels: Kernels) -> ExpertLoad | None:
+    """A recorder for the layers that route, if there are any."""
+    routed = list(spec.moe_layers())
+    if not routed:
+        return None
+    return ExpertLoad([index for index, _ in routed], max(moe.num_experts for _, moe in routed), kernels.to_host)
 
 
 def _notes(spec: ModelSpec) -> tuple[Choice, ...]:

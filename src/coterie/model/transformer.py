@@ -75,6 +75,7 @@ class Transformer:
 
     def __init__(self, spec: ModelSpec, weights: Weights, runtime: Runtime, max_positions: int | None = None) -> None:
         self.spec = spec
+        self.weights = {key: value for key, value in weights.items() if not key.startswith("mtp.")}
         self.runtime = runtime
         self.embedding: Bank = weights["embed"]
         self.head: Bank = weights["embed"] if spec.tie_embeddings else weights["head"]

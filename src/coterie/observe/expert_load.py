@@ -1,4 +1,4 @@
-"""ExpertLoad: tokens routed to each (layer, expert), counted exactly.
+"""ExpertLoad: tokens routed to each (layer, expert), and experts hit by each step, counted exactly.
 
 Counts are handed over as backend arrays and kept unread until `read()`, so recording never waits for a device.
 Conservation law: the sum over experts of a layer = real tokens x K.
@@ -22,6 +22,7 @@ class ExpertLoad:
     def __init__(self, layers: list[int], num_experts: int, to_host: Callable[[Any], NDArray[Any]]) -> None:
         self._rows = {layer: row for row, layer in enumerate(layers)}
         self._totals = np.zeros((len(layers), num_experts), np.int64)
+        self._hits = np.zeros(len(layers), np.int64)
         self._to_host = to_host
         self._pending: list[tuple[int, Any]] = []
 
@@ -36,7 +37,14 @@ class ExpertLoad:
         self._fold()
         return self._totals.copy()
 
+    def hits(self) -> dict[int, int]:
+        """By layer: experts that had any row, summed over the steps so far. What a step reads of a layer's weights."""
+        self._fold()
+        return {layer: int(self._hits[row]) for layer, row in self._rows.items()}
+
     def _fold(self) -> None:
         for row, counts in self._pending:
-            self._totals[row] += self._to_host(counts)
+            host = self._to_host(counts)
+            self._totals[row, : len(host)] += host
+            self._hits[row] += np.count_nonzero(host)
         self._pending.clear()

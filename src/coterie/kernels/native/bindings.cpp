@@ -16,6 +16,7 @@
 #include "bindings_attention.h"
 #include "checks.h"
 #include "ops.h"
+#include "probe.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -233,11 +234,20 @@ void sigmoid_scale(Device& device, const In& x, const In& gate, const Out& out) 
   device.sigmoid_scale(x.data(), gate.data(), out.data(), n, width);
 }
 
+// ---- measuring the machine ------------------------------------------------------------------------------------------
+
+std::vector<double> run_probe(Device& device, const std::string& kind, std::int64_t nbytes, int rounds) {
+  require(rounds >= 1, "probe: at least one round");
+  const nb::gil_scoped_release release;
+  return probe(device.pool(), kind, nbytes, rounds);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
   m.doc() = "Native CPU kernels: see coterie.kernels.native.";
   m.def("isa_levels", &isa_levels);
+  m.def("probe_kinds", &probe_kinds);
   m.def("sort_by_expert", &sort_by_expert, nb::arg("ids").noconvert(), nb::arg("token").noconvert(),
         nb::arg("position").noconvert(), nb::arg("counts").noconvert());
 
@@ -282,7 +292,8 @@ NB_MODULE(_native, m) {
       .def("combine", &combine, nb::arg("rows").noconvert(), nb::arg("position").noconvert(),
            nb::arg("weights").noconvert(), nb::arg("shared").noconvert().none(), nb::arg("out").noconvert())
       .def("sigmoid_scale", &sigmoid_scale, nb::arg("x").noconvert(), nb::arg("gate").noconvert(),
-           nb::arg("out").noconvert());
+           nb::arg("out").noconvert())
+      .def("probe", &run_probe, "kind"_a, "nbytes"_a, "rounds"_a);
   bind_attention(m, device);
 }
 

@@ -40,6 +40,7 @@ class Device {
 
   int threads() const { return pool_.threads(); }
   const KernelTable& table() const { return table_; }
+  Pool& pool() { return pool_; }
 
   void fill(Bank& bank, std::int64_t index, std::int64_t row, std::int64_t n, const float* values);
   void read(const Bank& bank, std::int64_t index, float* out);
