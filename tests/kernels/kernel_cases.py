@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.kernels import _native
-from coterie.kernels.api import Kernels, Prepared, WeightKind
+from coterie.kernels.api import CacheKind as WeightKind
+from coterie.kernels.api import Kernels, Prepared
 from coterie.kernels.batch import ForwardBatch
 from coterie.spec.model import AttentionSpec, RopeSpec
+from coterie.spec.weights import BF16, F32, MatrixSpec
 
 ISAS = tuple(_native.isa_levels())
 KINDS: tuple[WeightKind, ...] = ("f32", "bf16")
@@ -23,9 +25,18 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> Floats:
     return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
 
 
-def make_bank(kernels: Kernels, values: Floats, kind: WeightKind) -> Any:
+FORMATS = {"f32": F32, "bf16": BF16}
+
+
+def new_bank(kernels: Kernels, count: int, rows: int, cols: int, kind: str, segments: int = 1) -> Any:
+    """An empty bank of a kind without scales."""
+    (bank,) = kernels.allocate(count, MatrixSpec(rows, cols, FORMATS[kind], segments))
+    return bank
+
+
+def make_bank(kernels: Kernels, values: Floats, kind: WeightKind, segments: int = 1) -> Any:
     """A bank of [count, rows, cols] values."""
-    bank = kernels.allocate(*values.shape, kind)
+    bank = new_bank(kernels, *values.shape, kind, segments)
     for index, matrix in enumerate(values):
         kernels.fill(bank, index, 0, matrix)
     return bank

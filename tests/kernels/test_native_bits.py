@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kernel_cases import ISAS, KINDS, PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, normal
 
-from coterie.kernels.api import WeightKind
+from coterie.kernels.api import CacheKind as WeightKind
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
 from coterie.spec.model import AttentionSpec, MoESpec
@@ -83,7 +83,7 @@ def test_expert_rows_do_not_depend_on_who_shares_the_expert(isa: str, kind: Weig
     expected: np.ndarray | None = None
     for threads in (1, 2, 3):
         kernels = NativeKernels(threads, isa)
-        gate_up = make_bank(kernels, normal(22, count, 2 * inner, hidden, scale=0.3), kind)
+        gate_up = make_bank(kernels, normal(22, count, 2 * inner, hidden, scale=0.3), kind, 2)
         down = make_bank(kernels, normal(23, count, hidden, inner, scale=0.3), kind)
         for size in BATCHES[::-1]:
             rows = np.arange(TOTAL)[-size:]

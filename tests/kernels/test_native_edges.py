@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from kernel_cases import PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, normal
+from kernel_cases import PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, new_bank, normal
 
 from coterie.kernels import _native
 from coterie.kernels.batch import ForwardBatch
@@ -31,11 +31,11 @@ def test_linear_refuses_wrong_widths_and_types(kernels: NativeKernels) -> None:
     with pytest.raises(TypeError, match="float32 arrays, not float64"):
         kernels.linear(normal(2, 3, 5).astype(np.float64), bank)
     with pytest.raises(ValueError, match="linear: bank holds 2 matrices"):
-        kernels.linear(normal(2, 3, 5), kernels.allocate(2, 8, 5, "f32"))
+        kernels.linear(normal(2, 3, 5), new_bank(kernels, 2, 8, 5, "f32"))
 
 
 def test_weights_refuse_what_does_not_fit(kernels: NativeKernels) -> None:
-    bank = kernels.allocate(2, 8, 5, "bf16")
+    bank = new_bank(kernels, 2, 8, 5, "bf16")
     with pytest.raises(ValueError, match="fill: rows 6 to 9 of a matrix with 8"):
         kernels.fill(bank, 0, 6, normal(1, 3, 5))
     with pytest.raises(ValueError, match="fill: matrix 2 of 2"):
@@ -45,9 +45,11 @@ def test_weights_refuse_what_does_not_fit(kernels: NativeKernels) -> None:
     with pytest.raises(ValueError, match="read: matrix -1 of 2"):
         kernels.read(bank, -1)
     with pytest.raises(ValueError, match="at least 1"):
-        kernels.allocate(0, 8, 5, "f32")
-    with pytest.raises(ValueError, match="neither f32 nor bf16"):
-        _native.Bank(1, 8, 5, "int3")
+        new_bank(kernels, 0, 8, 5, "f32")
+    with pytest.raises(ValueError, match="kind 'int3' is unknown"):
+        _native.Format("int3", 0, "f32", [])
+    with pytest.raises(ValueError, match="9 rows in 2 segments"):
+        _native.Matrix(9, 5, 2, _native.Format("f32", 0, "f32", []))
 
 
 def test_indices_out_of_range_are_refused(kernels: NativeKernels) -> None:
@@ -66,14 +68,14 @@ def test_indices_out_of_range_are_refused(kernels: NativeKernels) -> None:
 
 
 def test_experts_and_route_check_their_counts(kernels: NativeKernels) -> None:
-    gate_up, down = kernels.allocate(2, 6, 4, "f32"), kernels.allocate(2, 4, 3, "f32")
+    gate_up, down = new_bank(kernels, 2, 6, 4, "f32", 2), new_bank(kernels, 2, 4, 3, "f32")
     with pytest.raises(ValueError, match="counts add up to 3 for 2 rows"):
         kernels.experts(normal(1, 2, 4), np.array([1, 2]), gate_up, down)
     with pytest.raises(ValueError, match="a negative count"):
         kernels.experts(normal(1, 2, 4), np.array([3, -1]), gate_up, down)
     with pytest.raises(ValueError, match="needs 2 of"):
-        kernels.experts(normal(1, 2, 4), np.array([1, 1]), gate_up, kernels.allocate(2, 4, 4, "f32"))
-    gate = kernels.allocate(1, 6, 4, "f32")
+        kernels.experts(normal(1, 2, 4), np.array([1, 1]), gate_up, new_bank(kernels, 2, 4, 4, "f32"))
+    gate = new_bank(kernels, 1, 6, 4, "f32")
     with pytest.raises(ValueError, match="route: top_k 7 of 6"):
         kernels.route(normal(1, 2, 4), gate, None, MoESpec(6, 7, 1))
     with pytest.raises(ValueError, match="route: 1 of 4 groups of 6 experts"):

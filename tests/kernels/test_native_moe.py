@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import ISAS, KINDS, make_bank, normal
 
-from coterie.kernels.api import WeightKind
+from coterie.kernels.api import CacheKind as WeightKind
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
 from coterie.spec.model import MoESpec
@@ -144,7 +144,7 @@ def test_experts(
 ) -> None:
     gate_up, down = normal(5, 5, 2 * inner, hidden, scale=0.3), normal(6, 5, hidden, inner, scale=0.3)
     rows, sizes = normal(7, sum(counts), hidden), np.array(counts)
-    got = native.experts(rows, sizes, make_bank(native, gate_up, kind), make_bank(native, down, kind))
+    got = native.experts(rows, sizes, make_bank(native, gate_up, kind, 2), make_bank(native, down, kind))
     banks = make_bank(oracle, gate_up, kind), make_bank(oracle, down, kind)
     expected = oracle.experts(wide(rows), wide(sizes), *banks).numpy()
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max(initial=1))

@@ -7,9 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import ISAS, KINDS, PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, normal, to_bf16
+from kernel_cases import (
+    ISAS,
+    KINDS,
+    PagedSequences,
+    fill_caches,
+    gqa_spec,
+    make_bank,
+    mla_spec,
+    new_bank,
+    normal,
+    to_bf16,
+)
 
-from coterie.kernels.api import WeightKind
+from coterie.kernels.api import CacheKind as WeightKind
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
@@ -59,7 +70,7 @@ def test_linear(native: NativeKernels, oracle: ReferenceKernels, kind: WeightKin
 @pytest.mark.parametrize("kind", KINDS)
 def test_fill_in_pieces_and_read(native: NativeKernels, kind: WeightKind) -> None:
     values = normal(3, 2, 75, 19)
-    bank = native.allocate(2, 75, 19, kind)
+    bank = new_bank(native, 2, 75, 19, kind)
     assert not native.read(bank, 1).any()
     for begin, end in [(0, 1), (1, 40), (40, 64), (64, 75), (70, 70)]:
         native.fill(bank, 1, begin, values[1, begin:end])
@@ -210,7 +221,7 @@ def test_zero_rows_everywhere(native: NativeKernels) -> None:
     query, rows = normal(0, 0, spec.num_heads, spec.latent_width), normal(0, 0, spec.latent_width)
     assert native.attend(query, rows, None, batch, spec).shape == (0, spec.num_heads, spec.kv_lora_rank)
     assert native.sort_by_expert(np.zeros((0, 4), np.int32), 9).counts.tolist() == [0] * 9
-    bank, down = native.allocate(3, 10, 8, "f32"), native.allocate(3, 8, 5, "f32")
+    bank, down = new_bank(native, 3, 10, 8, "f32", 2), new_bank(native, 3, 8, 5, "f32")
     assert native.experts(np.zeros((0, 8), np.float32), np.zeros(3, np.int64), bank, down).shape == (0, 8)
     out = native.combine(normal(0, 0, 8), np.zeros((0, 2), np.int64), normal(0, 0, 2), normal(0, 0, 8))
     assert out.shape == (0, 8)

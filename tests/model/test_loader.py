@@ -698,7 +698,7 @@ from coterie.spec.model import *
 
 class Kernels:
     name = "numpy"
-    def allocate(self, count, rows, cols, kind): return np.zeros((count, rows, cols), np.uint16)
+    def allocate(self, count, *specs): return tuple(np.zeros((count, m.rows, m.cols), np.uint16) for m in specs)
     def fill(self, bank, index, row, values): bank[index, row:row + len(values)] = values.view(np.uint32) >> 16
     def vector(self, values): return values
 

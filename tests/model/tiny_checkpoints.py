@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
+from coterie.spec.weights import MatrixSpec
 
 HIDDEN, VOCAB, HEADS, NOPE, ROPE, VALUE, RANK, Q_RANK = 24, 50, 2, 6, 4, 5, 8, 10
 EXPERTS, INNER, SHARED, DENSE = 4, 7, 9, 13
@@ -34,9 +35,14 @@ class FakeKernels:
     allocated: int = 0
     fills: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
 
-    def allocate(self, count: int, rows: int, cols: int, kind: str) -> FakeBank:
-        self.allocated += 1
-        return FakeBank(np.zeros((count, rows, cols), np.float32 if kind == "f32" else np.uint16), kind)
+    def allocate(self, count: int, *matrices: MatrixSpec) -> tuple[FakeBank, ...]:
+        self.allocated += len(matrices)
+
+        def make(matrix: MatrixSpec) -> FakeBank:
+            stored = np.float32 if matrix.format.kind == "f32" else np.uint16
+            return FakeBank(np.zeros((count, matrix.rows, matrix.cols), stored), matrix.format.kind)
+
+        return tuple(make(matrix) for matrix in matrices)
 
     def fill(self, bank: FakeBank, index: int, row: int, values: np.ndarray) -> None:
         assert values.dtype == np.float32 and values.flags.c_contiguous and values.flags.aligned

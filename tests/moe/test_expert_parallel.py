@@ -15,6 +15,7 @@ from coterie.moe.router import Router
 from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 from coterie.spec.model import MoESpec
+from coterie.spec.weights import F32, MatrixSpec
 
 HIDDEN, INNER, EXPERTS, TOP_K = 24, 10, 8, 3
 SPEC = MoESpec(EXPERTS, TOP_K, INNER, scoring="sigmoid", correction_bias=True, normalize=True, norm_epsilon=1e-20)
@@ -36,10 +37,10 @@ def make_layer(kernels, transport: LocalTransport, load: ExpertLoad | None) -> M
     """The layer of one rank: every rank draws the same weights and keeps its own experts."""
     rng = np.random.default_rng(7)
 
-    def bank(count: int, rows: int, cols: int, keep: range | None = None):
+    def bank(count: int, rows: int, cols: int, keep: range | None = None, segments: int = 1):
         values = rng.normal(size=(count, rows, cols)).astype(np.float32) / np.sqrt(cols)
         keep = keep or range(count)
-        out = kernels.allocate(len(keep), rows, cols, "f32")
+        (out,) = kernels.allocate(len(keep), MatrixSpec(rows, cols, F32, segments))
         for index, expert in enumerate(keep):
             kernels.fill(out, index, 0, values[expert].astype(np.float32))
         return out
@@ -48,8 +49,8 @@ def make_layer(kernels, transport: LocalTransport, load: ExpertLoad | None) -> M
     own = range(transport.rank * per_rank, (transport.rank + 1) * per_rank)
     gate = bank(1, EXPERTS, HIDDEN)
     bias = kernels.vector(rng.normal(size=EXPERTS).astype(np.float32))
-    experts = Experts(bank(EXPERTS, 2 * INNER, HIDDEN, own), bank(EXPERTS, HIDDEN, INNER, own), kernels)
-    shared = Experts(bank(1, 2 * INNER, HIDDEN), bank(1, HIDDEN, INNER), kernels)
+    experts = Experts(bank(EXPERTS, 2 * INNER, HIDDEN, own, 2), bank(EXPERTS, HIDDEN, INNER, own), kernels)
+    shared = Experts(bank(1, 2 * INNER, HIDDEN, None, 2), bank(1, HIDDEN, INNER), kernels)
     return MoELayer(
         0, Router(SPEC, gate, bias, kernels), Dispatcher(EXPERTS, transport, kernels), experts, shared, None, kernels,
         StageTimer(), load,
@@ -72,7 +73,7 @@ def run(kernels, inputs: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray
 
 def embedding(kernels, x: np.ndarray):
     """Backend rows equal to x, through the one op that makes rows from a table."""
-    bank = kernels.allocate(1, max(len(x), 1), HIDDEN, "f32")
+    (bank,) = kernels.allocate(1, MatrixSpec(max(len(x), 1), HIDDEN, F32))
     kernels.fill(bank, 0, 0, x if len(x) else np.zeros((1, HIDDEN), np.float32))
     return bank
 

@@ -17,6 +17,7 @@ from coterie.model.names import weight_layout
 from coterie.model.overlap import drive
 from coterie.model.transformer import Runtime, Transformer
 from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
+from coterie.spec.weights import F32, MatrixSpec
 from coterie.train.config import load_recipe, model_spec
 from coterie.train.kernels import TrainKernels
 from coterie.train.model import new_weights
@@ -61,7 +62,7 @@ def test_model_equals_reference(tmp_path: Path, variant: str, lengths: list[int]
     layout = weight_layout(spec)
     theirs = {}
     for key, bank in layout.banks.items():
-        theirs[key] = reference.allocate(bank.count, bank.rows, bank.cols, "f32")
+        (theirs[key],) = reference.allocate(bank.count, MatrixSpec(bank.rows, bank.cols, F32))
         for index in range(bank.count):
             reference.fill(theirs[key], index, 0, ours.read(weights[key], index))
     theirs |= {key: reference.vector(ours.to_host(weights[key])) for key in layout.vectors}

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from coterie.kernels.api import Kernels, WeightKind
+from coterie.kernels.api import CacheKind, Kernels
 from coterie.spec.model import ModelSpec
 
-BYTES_PER_VALUE: dict[WeightKind, int] = {"f32": 4, "bf16": 2}
+BYTES_PER_VALUE: dict[CacheKind, int] = {"f32": 4, "bf16": 2}
 
 
 class PagedCache:
     """Streams of all decoder layers. `layers[i]` maps a stream's name to its buffer."""
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, page_size: int, kind: WeightKind, kernels: Kernels) -> None:
+    def __init__(self, spec: ModelSpec, num_blocks: int, page_size: int, kind: CacheKind, kernels: Kernels) -> None:
         self.layers: list[dict[str, Any]] = [
             {
                 stream.name: kernels.allocate_cache(num_blocks * page_size, stream.width, kind)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from coterie.cache.streams import BYTES_PER_VALUE
 from coterie.engine.config import EngineConfig
-from coterie.kernels.api import WeightKind
+from coterie.kernels.api import CacheKind
 from coterie.kernels.select import Choice
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
@@ -19,14 +19,14 @@ from coterie.spec.model import ModelSpec
 DEFAULT_CONTEXT = 32_768
 """Longest context that is chosen unasked; models that promise more get it by --max-model-len."""
 
-KIND_OF_DTYPE: dict[str, WeightKind] = {"float32": "f32", "bfloat16": "bf16"}
+KIND_OF_DTYPE: dict[str, CacheKind] = {"float32": "f32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """What the engine is built with."""
 
-    cache_kind: WeightKind
+    cache_kind: CacheKind
     max_model_len: int
     num_blocks: int
     report: tuple[Choice, ...]
@@ -62,7 +62,7 @@ def check_weights_fit(spec: ModelSpec, config: EngineConfig, available: int) -> 
         )
 
 
-def resolve(spec: ModelSpec, config: EngineConfig, weight_kind: WeightKind, available: int) -> Resolved:
+def resolve(spec: ModelSpec, config: EngineConfig, weight_kind: CacheKind, available: int) -> Resolved:
     """Choose context length and cache. `available`: bytes that may be had once the weights are loaded."""
     check_config(spec, config)
     cache_kind = _cache_kind(config, weight_kind)
@@ -80,14 +80,14 @@ def resolve(spec: ModelSpec, config: EngineConfig, weight_kind: WeightKind, avai
 
 
 class _Kind(NamedTuple):
-    value: WeightKind
+    value: CacheKind
     reason: str
 
     def choice(self, what: str) -> Choice:
         return Choice(what, self.value, self.reason)
 
 
-def _cache_kind(config: EngineConfig, weight_kind: WeightKind) -> _Kind:
+def _cache_kind(config: EngineConfig, weight_kind: CacheKind) -> _Kind:
     if config.kv_cache_dtype == "auto":
         return _Kind(weight_kind, "as the weights")
     return _Kind(KIND_OF_DTYPE[config.kv_cache_dtype], "asked for")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from coterie.kernels.batch import ForwardBatch
 from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
+from coterie.spec.weights import MatrixSpec
 
 Array = Any
 """A backend's activation array: numpy.ndarray (float32) or torch.Tensor."""
@@ -27,8 +28,17 @@ Array = Any
 Bank = Any
 """A backend's opaque weight storage: `count` matrices of [rows, cols], or one vector."""
 
-WeightKind = Literal["f32", "bf16"]
+CacheKind = Literal["f32", "bf16"]
 HostArray = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBanks:
+    """gate_up (two segments) and down of some experts; `gate` [1, H] scales the shared ones' output by its sigmoid."""
+
+    gate_up: Bank
+    down: Bank
+    gate: Bank | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +94,24 @@ class Kernels(Protocol):
     name: str
 
     # ---- weights and tables, at load -----------------------------------------------------------------------------
-    def allocate(self, count: int, rows: int, cols: int, kind: WeightKind) -> Bank:
-        """Room for `count` matrices [rows, cols] that will multiply as y = x @ W.T; zero until filled."""
+    def allocate(self, count: int, *matrices: MatrixSpec) -> tuple[Bank, ...]:
+        """One bank of `count` matrices for each spec, to multiply as y = x @ W.T; zero until filled. Banks allocated
+        together share units: matrix i of each makes one contiguous range (an expert's gate_up and down)."""
 
     def fill(self, bank: Bank, index: int, row: int, values: HostArray) -> None:
-        """Write `values` [n, cols] into matrix `index` from row `row` on, packing and rounding to the bank's kind."""
+        """Write `values` [n, cols] into matrix `index` from row `row` on, rounded or quantised to the bank's format."""
+
+    def fill_bf16(self, bank: Bank, index: int, row: int, bits: NDArray[np.uint16]) -> None:
+        """The same for bf16 bits [n, cols] and an f32 or bf16 bank; exact."""
+
+    def fill_codes(
+        self, bank: Bank, index: int, row: int, codes: NDArray[np.uint8], scales: HostArray, mins: HostArray | None
+    ) -> None:
+        """The same for codes [n, cols] of the bank's format (nibbles one to a byte), scales and (affine kinds) mins
+        [n, groups]; exact if the bank's scale type holds the scales."""
 
     def read(self, bank: Bank, index: int) -> HostArray:
-        """Matrix `index` of a bank as float32 [rows, cols] (tests, export)."""
+        """Matrix `index` of a bank as float32 [rows, cols], dequantised (tests, export)."""
 
     def vector(self, values: HostArray) -> Array:
         """A float32 vector (norm weight, bias, correction bias) in backend memory."""
@@ -99,7 +119,7 @@ class Kernels(Protocol):
     def rope_table(self, rope: RopeSpec, max_positions: int) -> Array:
         """cos and sin of every position: float32 [max_positions, 2, dim/2], from `spec.rope.cos_sin`."""
 
-    def allocate_cache(self, num_slots: int, width: int, kind: WeightKind) -> Array:
+    def allocate_cache(self, num_slots: int, width: int, kind: CacheKind) -> Array:
         """Storage of one cache stream: [num_slots, width], zeroed."""
 
     # ---- one step ------------------------------------------------------------------------------------------------
@@ -181,7 +201,7 @@ class Kernels(Protocol):
 
     def experts(self, rows: Array, counts: Array, gate_up: Bank, down: Bank) -> Array:
         """rows [M, H] sorted by expert, counts [E] -> [M, H]: down(silu(gate x) * up x) of each row's expert,
-        unweighted. gate_up: E matrices [2I, H], gate rows first; down: E matrices [H, I]."""
+        unweighted. gate_up: E matrices [2I, H] in two segments, gate first; down: E matrices [H, I]."""
 
     def combine(self, rows: Array, position: Array, weights: Array, shared: Array | None) -> Array:
         """sum_k weights[t, k] * rows[position[t, k]] in k order (+ shared): [M, H] -> [T, H]."""

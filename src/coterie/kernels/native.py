@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.kernels import _native
-from coterie.kernels.api import HostArray, Prepared, Regrouped, Routed, SortedRows, WeightKind
+from coterie.kernels.api import CacheKind, ExpertBanks, HostArray, Prepared, Regrouped, Routed, SortedRows
 from coterie.kernels.batch import ForwardBatch
 from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
 from coterie.spec.rope import cos_sin
+from coterie.spec.weights import MatrixSpec
 
 Floats = NDArray[np.float32]
 Integers = NDArray[Any]
@@ -42,11 +43,32 @@ class NativeKernels:
         return self._device.isa
 
     # ---- weights and tables ------------------------------------------------------------------------------------------
-    def allocate(self, count: int, rows: int, cols: int, kind: WeightKind) -> _native.Bank:
-        return _native.Bank(count, rows, cols, kind)
+    def allocate(self, count: int, *matrices: MatrixSpec) -> tuple[_native.Bank, ...]:
+        return tuple(_native.allocate(count, [_matrix(matrix) for matrix in matrices]))
 
     def fill(self, bank: _native.Bank, index: int, row: int, values: HostArray) -> None:
         self._device.fill(bank, index, row, _floats(values))
+
+    def fill_bf16(self, bank: _native.Bank, index: int, row: int, bits: NDArray[np.uint16]) -> None:
+        self._device.fill_bf16(bank, index, row, np.ascontiguousarray(bits, np.uint16))
+
+    def fill_codes(
+        self,
+        bank: _native.Bank,
+        index: int,
+        row: int,
+        codes: NDArray[np.uint8],
+        scales: HostArray,
+        mins: HostArray | None,
+    ) -> None:
+        mins = None if mins is None else _floats(mins)
+        self._device.fill_codes(bank, index, row, np.ascontiguousarray(codes, np.uint8), _floats(scales), mins)
+
+    def units(self, bank: _native.Bank) -> NDArray[np.uint8]:
+        """The memory of all units that the bank's matrices lie in, [count, bytes], writable: what packed checkpoints
+        hold. The array keeps the memory alive."""
+        units: NDArray[np.uint8] = bank.units()
+        return units
 
     def read(self, bank: _native.Bank, index: int) -> HostArray:
         out = np.empty((bank.rows, bank.cols), np.float32)
@@ -59,7 +81,7 @@ class NativeKernels:
     def rope_table(self, rope: RopeSpec, max_positions: int) -> Floats:
         return np.ascontiguousarray(cos_sin(rope, max_positions))
 
-    def allocate_cache(self, num_slots: int, width: int, kind: WeightKind) -> NDArray[Any]:
+    def allocate_cache(self, num_slots: int, width: int, kind: CacheKind) -> NDArray[Any]:
         return np.zeros((num_slots, width), np.float32 if kind == "f32" else np.uint16)
 
     # ---- one step ----------------------------------------------------------------------------------------------------
@@ -202,6 +224,15 @@ class NativeKernels:
         self._device.experts(rows, _integers(counts, np.int64), gate_up, down, out)
         return out
 
+    def moe(self, x: Floats, routed: Routed, experts: ExpertBanks, shared: ExpertBanks | None) -> Floats:
+        """Fused: sort, gather, experts, shared experts and combine on one rank, bit for bit as the single ops."""
+        x = _floats(x)
+        out = np.empty((len(x), experts.down.rows), np.float32)
+        banks = None if shared is None else _native.SharedExperts(shared.gate_up, shared.down, shared.gate)
+        ids, weights = _integers(routed.expert_ids, np.int32), _floats(routed.expert_weights)
+        self._device.moe(x, ids, weights, experts.gate_up, experts.down, banks, out)
+        return out
+
     def combine(self, rows: Floats, position: Integers, weights: Floats, shared: Floats | None) -> Floats:
         rows = _floats(rows)
         out = np.empty((len(position), rows.shape[1]), np.float32)
@@ -228,6 +259,12 @@ def _floats(array: NDArray[Any]) -> Floats:
 
 def _integers(array: Integers, dtype: type[np.integer[Any]]) -> Integers:
     return np.ascontiguousarray(array, dtype)
+
+
+def _matrix(spec: MatrixSpec) -> _native.Matrix:
+    stored = spec.format
+    native = _native.Format(stored.kind, stored.group, stored.scale, list(stored.table))
+    return _native.Matrix(spec.rows, spec.cols, spec.segments, native)
 
 
 def _shape(spec: AttentionSpec) -> _native.AttentionShape:

@@ -15,20 +15,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.kernels.api import HostArray, Prepared, Regrouped, Routed, SortedRows, WeightKind
+from coterie.kernels.api import CacheKind, HostArray, Prepared, Regrouped, Routed, SortedRows
 from coterie.kernels.batch import ForwardBatch
+from coterie.kernels.quantize import dequantize, quantize
 from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
 from coterie.spec.rope import cos_sin
-
-_STORAGE: dict[WeightKind, torch.dtype] = {"f32": torch.float32, "bf16": torch.bfloat16}
+from coterie.spec.weights import MatrixSpec, WeightFormat, WeightKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceBank:
-    """`count` matrices [rows, cols] as one tensor in the bank's kind."""
+    """`count` matrices [rows, cols] as one tensor: float32 of the dequantised values, bfloat16 for that format."""
 
     values: Tensor
-    kind: WeightKind
+    format: WeightFormat
+
+    @property
+    def kind(self) -> WeightKind:
+        return self.format.kind
 
 
 class ReferenceKernels:
@@ -40,12 +44,32 @@ class ReferenceKernels:
         self.dtype = torch.float64 if dtype == "float64" else torch.float32
 
     # ---- weights and tables ------------------------------------------------------------------------------------------
-    def allocate(self, count: int, rows: int, cols: int, kind: WeightKind) -> ReferenceBank:
-        return ReferenceBank(torch.zeros(count, rows, cols, dtype=_STORAGE[kind]), kind)
+    def allocate(self, count: int, *matrices: MatrixSpec) -> tuple[ReferenceBank, ...]:
+        def make(matrix: MatrixSpec) -> ReferenceBank:
+            storage = torch.bfloat16 if matrix.format.kind == "bf16" else torch.float32
+            return ReferenceBank(torch.zeros(count, matrix.rows, matrix.cols, dtype=storage), matrix.format)
+
+        return tuple(make(matrix) for matrix in matrices)
 
     def fill(self, bank: ReferenceBank, index: int, row: int, values: HostArray) -> None:
-        source = torch.from_numpy(np.ascontiguousarray(values, np.float32))
-        bank.values[index, row : row + len(values)] = source.to(bank.values.dtype)
+        values = np.ascontiguousarray(values, np.float32)
+        if bank.format.is_scaled:
+            values = dequantize(bank.format, *quantize(bank.format, values))
+        bank.values[index, row : row + len(values)] = torch.from_numpy(values).to(bank.values.dtype)
+
+    def fill_bf16(self, bank: ReferenceBank, index: int, row: int, bits: NDArray[np.uint16]) -> None:
+        self.fill(bank, index, row, (bits.astype(np.uint32) << 16).view(np.float32))
+
+    def fill_codes(
+        self,
+        bank: ReferenceBank,
+        index: int,
+        row: int,
+        codes: NDArray[np.uint8],
+        scales: HostArray,
+        mins: HostArray | None,
+    ) -> None:
+        bank.values[index, row : row + len(codes)] = torch.from_numpy(dequantize(bank.format, codes, scales, mins))
 
     def read(self, bank: ReferenceBank, index: int) -> HostArray:
         return bank.values[index].float().numpy().copy()
@@ -56,7 +80,7 @@ class ReferenceKernels:
     def rope_table(self, rope: RopeSpec, max_positions: int) -> Tensor:
         return torch.from_numpy(cos_sin(rope, max_positions)).to(self.dtype)
 
-    def allocate_cache(self, num_slots: int, width: int, kind: WeightKind) -> Tensor:
+    def allocate_cache(self, num_slots: int, width: int, kind: CacheKind) -> Tensor:
         storage = self.dtype if kind == "f32" else torch.bfloat16
         return torch.zeros(num_slots, width, dtype=storage)
 

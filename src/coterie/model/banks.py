@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from coterie.kernels.api import HostArray, Kernels, WeightKind
-from coterie.model.names import TensorEntry, WeightLayout
+from coterie.kernels.api import HostArray, Kernels
+from coterie.model.names import BankSpec, TensorEntry, WeightLayout
+from coterie.spec.weights import MatrixSpec, WeightFormat
 
 
 def must_be_whole(entry: TensorEntry) -> bool:
@@ -21,10 +22,10 @@ def must_be_whole(entry: TensorEntry) -> bool:
 
 
 class BankFiller:
-    """Allocates each bank when its first rows come; `kinds` says how each is stored. `weights` is the result."""
+    """Allocates each bank when its first rows come; `formats` says how each is stored. `weights` is the result."""
 
-    def __init__(self, kernels: Kernels, layout: WeightLayout, kinds: Mapping[str, WeightKind]) -> None:
-        self.kernels, self.layout, self.kinds = kernels, layout, kinds
+    def __init__(self, kernels: Kernels, layout: WeightLayout, formats: Mapping[str, WeightFormat]) -> None:
+        self.kernels, self.layout, self.formats = kernels, layout, formats
         self.weights: dict[str, Any] = {}
 
     def put(self, entry: TensorEntry, row: int, values: HostArray) -> None:
@@ -50,6 +51,19 @@ class BankFiller:
 
     def _bank(self, key: str) -> Any:
         if key not in self.weights:
-            size = self.layout.banks[key]
-            self.weights[key] = self.kernels.allocate(size.count, size.rows, size.cols, self.kinds[key])
+            keys = unit_keys(self.layout, key)
+            specs = [matrix_spec(self.layout.banks[name], self.formats[name]) for name in keys]
+            banks = self.kernels.allocate(self.layout.banks[key].count, *specs)
+            self.weights.update(zip(keys, banks, strict=True))
         return self.weights[key]
+
+
+def unit_keys(layout: WeightLayout, key: str) -> list[str]:
+    """The banks that are allocated together with `key`, itself among them, in the order of the layout."""
+    unit = layout.banks[key].unit
+    return [name for name, size in layout.banks.items() if size.unit == unit] if unit else [key]
+
+
+def matrix_spec(size: BankSpec, format: WeightFormat) -> MatrixSpec:
+    """The packed matrix of a bank."""
+    return MatrixSpec(size.rows, size.cols, format, size.segments)

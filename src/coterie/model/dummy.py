@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from coterie.kernels.api import HostArray, Kernels, WeightKind
+from coterie.kernels.api import CacheKind, HostArray, Kernels
 from coterie.model.banks import BankFiller, must_be_whole
-from coterie.model.load_plan import DtypeChoice, bank_kinds
+from coterie.model.load_plan import DtypeChoice, bank_formats
 from coterie.model.names import TensorEntry, weight_layout
 from coterie.spec.model import ModelSpec
+from coterie.spec.weights import BF16, WeightFormat
 
 POOL_VALUES = 1 << 21
 DRAWN_VALUES = 1 << 16
@@ -33,7 +34,7 @@ class DummyWeights:
     """`nbytes`: memory of the weights as stored."""
 
     weights: dict[str, Any]
-    kind: WeightKind
+    kind: CacheKind
     tensors: int
     nbytes: int
 
@@ -52,10 +53,10 @@ def dummy_weights(
         plain = spec.quantization is None and spec.dtype in ("float32", "float16")
         dtype = "float32" if plain else "bfloat16"
     layout = weight_layout(spec, mtp=mtp)
-    kinds = bank_kinds(layout, dtype, {})
-    filler = BankFiller(kernels, layout, kinds)
+    formats = bank_formats(layout, dtype, {})
+    filler = BankFiller(kernels, layout, formats)
     pool = _Pool(seed)
-    sizes = {name: _stored_bytes(entry, kinds) for name, entry in layout.tensors.items()}
+    sizes = {name: _stored_bytes(entry, formats) for name, entry in layout.tensors.items()}
     total, done = sum(sizes.values()), 0
     for name, entry in layout.tensors.items():
         for row, values in _tensor(name, entry, seed, pool):
@@ -66,8 +67,8 @@ def dummy_weights(
     return DummyWeights(filler.weights, "f32" if dtype == "float32" else "bf16", len(layout.tensors), total)
 
 
-def _stored_bytes(entry: TensorEntry, kinds: dict[str, WeightKind]) -> int:
-    return prod(entry.shape) * (2 if kinds.get(entry.parts[0].bank) == "bf16" else 4)
+def _stored_bytes(entry: TensorEntry, formats: dict[str, WeightFormat]) -> int:
+    return prod(entry.shape) * (2 if formats.get(entry.parts[0].bank) == BF16 else 4)
 
 
 class _Pool:

@@ -116,7 +116,7 @@ class _Gather:
         if self.dtype == "float32" or name.endswith("e_score_correction_bias"):
             return False
         bank = entry.parts[0].bank
-        keep = bank in self.layout.vectors or self.layout.banks[bank].keep_f32
+        keep = bank in self.layout.vectors or self.layout.banks[bank].role == "router"
         return not keep or fits_bfloat16(self._values(entry))
 
     def _values(self, entry: TensorEntry) -> HostArray:

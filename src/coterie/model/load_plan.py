@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from coterie.kernels.api import WeightKind
+from coterie.kernels.api import CacheKind
 from coterie.model.checkpoint import Checkpoint, Problem, refuse
 from coterie.model.dequant import PLAIN_DTYPES, SCALE_DTYPES, scale_shape
 from coterie.model.formats.ggml import DECODERS, EXPANDED, expander, no_expander
@@ -27,8 +27,10 @@ from coterie.model.names import (
 )
 from coterie.model.safetensors_io import LoadError, StoredTensor
 from coterie.spec.model import ModelSpec
+from coterie.spec.weights import BF16, F32, QuantPlan, WeightFormat
 
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
+NO_QUANT = QuantPlan()
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -73,8 +75,8 @@ class LoadPlan:
     layout: WeightLayout
     tensors: tuple[PlannedTensor, ...]
     comparisons: tuple[Comparison, ...]
-    kind: WeightKind
-    bank_kinds: dict[str, WeightKind]
+    kind: CacheKind
+    bank_formats: dict[str, WeightFormat]
     mtp_present: bool
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
@@ -94,13 +96,17 @@ def make_plan(checkpoint: Checkpoint, spec: ModelSpec, dtype: DtypeChoice, *, mt
     return planner.finish(dtype)
 
 
-def bank_kinds(layout: WeightLayout, dtype: DtypeChoice, stored: dict[str, set[str]]) -> dict[str, WeightKind]:
-    """The kind of each bank, given the stored dtypes that fill it: nothing is narrowed unless `dtype` asks for it."""
-    kinds: dict[str, WeightKind] = {}
+def bank_formats(
+    layout: WeightLayout, dtype: DtypeChoice, stored: dict[str, set[str]], quant: QuantPlan = NO_QUANT
+) -> dict[str, WeightFormat]:
+    """The format of each bank, given the stored dtypes that fill it: nothing is narrowed unless asked for."""
+    asked = {"experts": quant.experts, "attention": quant.attention, "head": quant.head}
+    formats: dict[str, WeightFormat] = {}
     for key, size in layout.banks.items():
-        wide = dtype == "auto" and bool(stored.get(key, set()) & {"F32", "F16", *DECODERS})
-        kinds[key] = "f32" if size.keep_f32 or dtype == "float32" or wide else "bf16"
-    return kinds
+        as_stored = dtype == "auto" and bool(stored.get(key, set()) & {"F32", "F16", *DECODERS})
+        wide = F32 if size.role == "router" or dtype == "float32" or as_stored else BF16
+        formats[key] = quant.format(asked.get(size.role, "auto")) or wide
+    return formats
 
 
 class _Planner:
@@ -316,10 +322,10 @@ class _Planner:
             for part in item.entry.parts:
                 if part.bank in self.layout.banks:
                     stored.setdefault(part.bank, set()).add(item.tensor.dtype)
-        kinds = bank_kinds(self.layout, dtype, stored)
-        free = [key for key, size in self.layout.banks.items() if not size.keep_f32]
-        wide = sum(kinds[key] == "f32" for key in free)
-        kind: WeightKind = "f32" if wide == len(free) else "bf16"
+        formats = bank_formats(self.layout, dtype, stored)
+        free = [key for key, size in self.layout.banks.items() if size.role != "router"]
+        wide = sum(formats[key] == F32 for key in free)
+        kind: CacheKind = "f32" if wide == len(free) else "bf16"
         if 0 < wide < len(free):
             self.notes.append(f"{wide} of {len(free)} weight banks stay float32, as stored; the rest are bfloat16")
         dtypes = set().union(*stored.values())
@@ -345,7 +351,7 @@ class _Planner:
             tensors=tuple(planned),
             comparisons=tuple(self.comparisons),
             kind=kind,
-            bank_kinds=kinds,
+            bank_formats=formats,
             mtp_present=self.mtp_present,
             skipped=skipped,
             notes=tuple(self.notes),

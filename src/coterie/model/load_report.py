@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coterie.kernels.api import WeightKind
 from coterie.model.load_plan import Skipped
 
 
@@ -21,10 +20,10 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """`tensors` tensors stored as `stored` are held as `kind`; `exact` if no value was rounded on the way."""
+    """`tensors` tensors stored as `stored` are held as `kind`, a format's label; `exact`: nothing was rounded."""
 
     stored: str
-    kind: WeightKind
+    kind: str
     exact: bool
     tensors: int
 

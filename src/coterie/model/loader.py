@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coterie.kernels.api import HostArray, Kernels, WeightKind
+from coterie.kernels.api import CacheKind, HostArray, Kernels
 from coterie.model.banks import BankFiller, must_be_whole
 from coterie.model.checkpoint import open_checkpoint
 from coterie.model.dequant import PLAIN_DTYPES, BlockScale, dequantize_rows, to_float32
@@ -27,6 +27,7 @@ from coterie.model.load_plan import DtypeChoice, LoadPlan, PlannedTensor, Skippe
 from coterie.model.load_report import Conversion, LoadProgress, LoadReport
 from coterie.model.safetensors_io import LoadError, Piece, RawBytes, ReadStats, StoredTensor, split_rows, stream
 from coterie.spec.model import Fp8BlockQuant, ModelSpec
+from coterie.spec.weights import BF16, F32
 
 __all__ = ["LoadError", "LoadProgress", "LoadReport", "LoadedWeights", "load_weights"]
 
@@ -38,7 +39,7 @@ class LoadedWeights:
     """Backend banks and vectors by the keys of `names.weight_layout`; `kind` is f32 only if every bank is."""
 
     weights: dict[str, Any]
-    kind: WeightKind
+    kind: CacheKind
     report: LoadReport
 
 
@@ -139,14 +140,14 @@ class _Load:
     def __init__(self, plan: LoadPlan, spec: ModelSpec, kernels: Kernels, progress: ProgressCallback | None) -> None:
         self.plan = plan
         self.block = spec.quantization or Fp8BlockQuant()
-        self.filler = BankFiller(kernels, plan.layout, plan.bank_kinds)
+        self.filler = BankFiller(kernels, plan.layout, plan.bank_formats)
         self.stats = ReadStats()
         self.clock = _Clock(progress)
         self.scales: dict[str, BlockScale] = {}
         self.seconds = 0.0
         self.skipped: list[Skipped] = []
         self.notes: list[str] = []
-        self._conversions: Counter[tuple[str, WeightKind, bool]] = Counter()
+        self._conversions: Counter[tuple[str, str, bool]] = Counter()
         self._by_name = {item.tensor.name: item for item in plan.tensors}
         compared = {name for pair in plan.comparisons for name in (pair.copy, pair.original)}
         self._digests = {name: hashlib.blake2b() for name in compared}
@@ -218,15 +219,14 @@ class _Load:
         return unpair(values, item.tensor)
 
     def _count(self, item: PlannedTensor) -> None:
-        kinds: set[WeightKind] = {self.plan.bank_kinds.get(part.bank, "f32") for part in item.entry.parts}
-        kind: WeightKind = "bf16" if "bf16" in kinds else "f32"
+        held = self.plan.bank_formats.get(item.entry.parts[0].bank, F32)
         stored = item.tensor.dtype
         if item.scale is not None:
-            exact = self.scales[item.scale.name].is_power_of_two
+            exact = self.scales[item.scale.name].is_power_of_two and not held.is_scaled
             stored = f"{stored} x {item.scale.dtype} block scales"
         else:
-            exact = kind == "f32" or stored == "BF16"
-        self._conversions[stored, kind, exact] += 1
+            exact = held == F32 or (held == BF16 and stored == "BF16")
+        self._conversions[stored, held.label(), exact] += 1
 
     def conversions(self) -> tuple[Conversion, ...]:
         """Most frequent first."""

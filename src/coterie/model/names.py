@@ -10,18 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import Literal
 
 from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec
+
+Role = Literal["embedding", "head", "attention", "experts", "router", "other"]
+"""What a bank is for; `experts` is every feed-forward, routed, shared or dense."""
 
 
 @dataclass(frozen=True, slots=True)
 class BankSpec:
-    """`count` matrices [rows, cols]; `keep_f32`: never narrowed (the router)."""
+    """`count` matrices [rows, cols]. `role` decides the format (a router is never narrowed); banks of one `unit` are
+    allocated together, so that an expert is one range of memory; `segments`: see `MatrixSpec`."""
 
     count: int
     rows: int
     cols: int
-    keep_f32: bool = False
+    role: Role = "other"
+    unit: str = ""
+    segments: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +62,15 @@ class WeightLayout:
     vectors: dict[str, int] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
-    def bank(self, key: str, tensor: str, rows: int, cols: int, *, keep_f32: bool = False) -> None:
+    def bank(self, key: str, tensor: str, rows: int, cols: int, role: Role) -> None:
         """A bank of one matrix that one tensor fills."""
-        self.banks[key] = BankSpec(1, rows, cols, keep_f32)
+        self.banks[key] = BankSpec(1, rows, cols, role)
         self.tensors[tensor] = TensorEntry((rows, cols), (Part(key),))
+
+    def experts(self, key: str, count: int, inner: int, hidden: int) -> None:
+        """gate_up and down of `count` experts, each expert one unit."""
+        self.banks[f"{key}.gate_up"] = BankSpec(count, 2 * inner, hidden, "experts", key, 2)
+        self.banks[f"{key}.down"] = BankSpec(count, hidden, inner, "experts", key)
 
     def vector(self, key: str, tensor: str, size: int) -> None:
         self.vectors[key] = size
@@ -72,12 +84,12 @@ def weight_layout(spec: ModelSpec, *, mtp: bool = True) -> WeightLayout:
     """
     layout = WeightLayout()
     hidden = spec.hidden_size
-    layout.bank("embed", "model.embed_tokens.weight", spec.vocab_size, hidden)
+    layout.bank("embed", "model.embed_tokens.weight", spec.vocab_size, hidden, "embedding")
     for index, layer in enumerate(spec.layers):
         _layer(layout, f"layers.{index}", f"model.layers.{index}", layer, spec)
     layout.vector("norm", "model.norm.weight", hidden)
     if not spec.tie_embeddings:
-        layout.bank("head", "lm_head.weight", spec.vocab_size, hidden)
+        layout.bank("head", "lm_head.weight", spec.vocab_size, hidden, "head")
     if mtp:
         for depth, layer in enumerate(spec.mtp_layers):
             _mtp(layout, depth, f"model.layers.{len(spec.layers) + depth}", layer, spec)
@@ -112,7 +124,7 @@ def _layer(layout: WeightLayout, key: str, source: str, layer: LayerSpec, spec: 
 
 
 def _linear(layout: WeightLayout, key: str, source: str, rows: int, cols: int, *, bias: bool = False) -> None:
-    layout.bank(key, f"{source}.weight", rows, cols)
+    layout.bank(key, f"{source}.weight", rows, cols, "attention")
     if bias:
         layout.vector(f"{key}.bias", f"{source}.bias", rows)
 
@@ -127,8 +139,8 @@ def _mla(layout: WeightLayout, key: str, source: str, spec: AttentionSpec, hidde
         _linear(layout, f"{key}.q_b", f"{source}.q_b_proj", heads * spec.qk_head_dim, spec.q_lora_rank)
     _linear(layout, f"{key}.kv_a", f"{source}.kv_a_proj_with_mqa", spec.latent_width, hidden, bias=spec.q_bias)
     layout.vector(f"{key}.kv_norm", f"{source}.kv_a_layernorm.weight", rank)
-    layout.banks[f"{key}.w_uk"] = BankSpec(heads, rank, nope)
-    layout.banks[f"{key}.w_uv"] = BankSpec(heads, value, rank)
+    layout.banks[f"{key}.w_uk"] = BankSpec(heads, rank, nope, "attention")
+    layout.banks[f"{key}.w_uv"] = BankSpec(heads, value, rank, "attention")
     parts: list[Part] = []
     for head in range(heads):
         row = head * (nope + value)
@@ -153,8 +165,7 @@ def _gqa(layout: WeightLayout, key: str, source: str, spec: AttentionSpec, hidde
 
 
 def _gated_mlp(layout: WeightLayout, key: str, source: str, inner: int, hidden: int) -> None:
-    layout.banks[f"{key}.gate_up"] = BankSpec(1, 2 * inner, hidden)
-    layout.banks[f"{key}.down"] = BankSpec(1, hidden, inner)
+    layout.experts(key, 1, inner, hidden)
     layout.tensors[f"{source}.gate_proj.weight"] = TensorEntry((inner, hidden), (Part(f"{key}.gate_up"),))
     layout.tensors[f"{source}.up_proj.weight"] = TensorEntry((inner, hidden), (Part(f"{key}.gate_up", at=inner),))
     layout.tensors[f"{source}.down_proj.weight"] = TensorEntry((hidden, inner), (Part(f"{key}.down"),))
@@ -165,11 +176,10 @@ def _moe(layout: WeightLayout, key: str, layer_source: str, moe: MoESpec, spec: 
     mixtral = spec.model_type == "mixtral"
     source = f"{layer_source}.block_sparse_moe" if mixtral else f"{layer_source}.mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    layout.bank(f"{key}.gate", f"{source}.gate.weight", count, hidden, keep_f32=True)
+    layout.bank(f"{key}.gate", f"{source}.gate.weight", count, hidden, "router")
     if moe.correction_bias:
         layout.vector(f"{key}.correction_bias", f"{source}.gate.e_score_correction_bias", count)
-    layout.banks[f"{key}.gate_up"] = BankSpec(count, 2 * inner, hidden)
-    layout.banks[f"{key}.down"] = BankSpec(count, hidden, inner)
+    layout.experts(key, count, inner, hidden)
     for e in range(count):
         expert = f"{source}.experts.{e}"
         layout.tensors[f"{expert}.{gate}.weight"] = TensorEntry((inner, hidden), (Part(f"{key}.gate_up", e),))
@@ -179,7 +189,7 @@ def _moe(layout: WeightLayout, key: str, layer_source: str, moe: MoESpec, spec: 
         shared = "shared_expert" if spec.model_type == "qwen2_moe" else "shared_experts"
         _gated_mlp(layout, f"{key}.shared", f"{source}.{shared}", moe.shared_intermediate_size, hidden)
     if moe.shared_gate:
-        layout.bank(f"{key}.shared_gate", f"{source}.shared_expert_gate.weight", 1, hidden)
+        layout.bank(f"{key}.shared_gate", f"{source}.shared_expert_gate.weight", 1, hidden, "other")
 
 
 # ---- what files do to the names -------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from coterie.kernels.api import HostArray, Prepared, Regrouped, Routed, SortedRows, WeightKind
+from coterie.kernels.api import CacheKind, HostArray, Prepared, Regrouped, Routed, SortedRows
 from coterie.kernels.batch import ForwardBatch
 from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
 from coterie.spec.rope import cos_sin
+from coterie.spec.weights import MatrixSpec
 from coterie.train.functions import AddNorm, AttachLoss, Combine, Gather, GroupedExperts, LatentAttend, Norm
 
 _NO_CACHE = "training kernels run packed sequences only; use the native or reference backend for a paged cache"
@@ -36,13 +37,21 @@ class TrainKernels:
         self._sequences = 1
 
     # ---- weights and tables --------------------------------------------------------------------------------------
-    def allocate(self, count: int, rows: int, cols: int, kind: WeightKind) -> Parameter:
-        """A zero float32 master; `kind` says how it is exported, not how it is trained."""
-        return Parameter(torch.zeros(count, rows, cols))
+    def allocate(self, count: int, *matrices: MatrixSpec) -> tuple[Parameter, ...]:
+        """Zero float32 masters; a format says how they are exported, not how they are trained."""
+        return tuple(Parameter(torch.zeros(count, matrix.rows, matrix.cols)) for matrix in matrices)
 
     def fill(self, bank: Parameter, index: int, row: int, values: HostArray) -> None:
         with torch.no_grad():
             bank[index, row : row + len(values)] = torch.from_numpy(np.array(values, np.float32))
+
+    def fill_bf16(self, bank: Parameter, index: int, row: int, bits: NDArray[np.uint16]) -> None:
+        self.fill(bank, index, row, (bits.astype(np.uint32) << 16).view(np.float32))
+
+    def fill_codes(
+        self, bank: Parameter, index: int, row: int, codes: NDArray[np.uint8], scales: HostArray, mins: Any
+    ) -> None:
+        raise NotImplementedError("training holds float32 weights: load an unquantised checkpoint")
 
     def read(self, bank: Parameter, index: int) -> HostArray:
         out: HostArray = bank[index].detach().numpy().copy()
@@ -54,7 +63,7 @@ class TrainKernels:
     def rope_table(self, rope: RopeSpec, max_positions: int) -> Tensor:
         return torch.from_numpy(cos_sin(rope, max_positions))
 
-    def allocate_cache(self, num_slots: int, width: int, kind: WeightKind) -> Tensor:
+    def allocate_cache(self, num_slots: int, width: int, kind: CacheKind) -> Tensor:
         raise NotImplementedError(_NO_CACHE)
 
     def cache_write(self, cache: Tensor, rows: Tensor, batch: Prepared) -> None:

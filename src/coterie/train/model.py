@@ -23,6 +23,7 @@ from coterie.model.transformer import Runtime, Transformer
 from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 from coterie.spec.model import ModelSpec, MoESpec
+from coterie.spec.weights import F32, MatrixSpec
 from coterie.train.functions import HeadLoss
 from coterie.train.kernels import TrainKernels
 
@@ -35,7 +36,7 @@ def new_weights(spec: ModelSpec, kernels: TrainKernels, seed: int) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     weights: Weights = {}
     for key, bank in layout.banks.items():
-        weight = kernels.allocate(bank.count, bank.rows, bank.cols, "f32")
+        (weight,) = kernels.allocate(bank.count, MatrixSpec(bank.rows, bank.cols, F32))
         deviation = 0.02 if key in ("embed", "head") else 0.5 / math.sqrt(bank.cols)
         if not key.endswith((".o", ".down")):
             weight.data.normal_(0, deviation, generator=generator)

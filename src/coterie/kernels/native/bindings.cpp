@@ -8,14 +8,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "bindings.h"
 #include "bindings_attention.h"
-#include "checks.h"
-#include "ops.h"
 #include "probe.h"
 
 namespace nb = nanobind;
@@ -44,10 +45,12 @@ const KernelTable& find_table(const std::string& isa) {
 std::vector<std::string> isa_levels() {
   std::vector<std::string> levels{"generic"};
 #ifdef COTERIE_X86
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
   if (avx2) levels.emplace_back("avx2");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512vnni")) {
     levels.emplace_back("avx512");
   }
 #endif
@@ -60,42 +63,6 @@ void init_device(Device* self, int threads, const std::string& isa) {
   for (const std::string& level : isa_levels()) available = available || level == isa;
   require(available, "ISA level '" + isa + "' is not available on this processor");
   new (self) Device(threads, find_table(isa));
-}
-
-// ---- weights --------------------------------------------------------------------------------------------------------
-
-void init_bank(Bank* self, std::int64_t count, std::int64_t rows, std::int64_t cols, const std::string& kind) {
-  require(count >= 1 && rows >= 1 && cols >= 1, "allocate: count, rows and cols must be at least 1");
-  require(kind == "f32" || kind == "bf16", "allocate: weight kind '" + kind + "' is neither f32 nor bf16");
-  new (self) Bank(count, rows, cols, kind == "f32" ? Kind::f32 : Kind::bf16);
-}
-
-void fill(Device& device, Bank& bank, std::int64_t index, std::int64_t row, const In& values) {
-  const std::int64_t n = rows_of("fill", values);
-  expect("fill", "values", values, {n, bank.cols()});
-  require(index >= 0 && index < bank.count(),
-          "fill: matrix " + std::to_string(index) + " of " + std::to_string(bank.count()));
-  require(row >= 0 && row + n <= bank.rows(), "fill: rows " + std::to_string(row) + " to " + std::to_string(row + n) +
-                                                  " of a matrix with " + std::to_string(bank.rows()));
-  const nb::gil_scoped_release release;
-  device.fill(bank, index, row, n, values.data());
-}
-
-void read(Device& device, const Bank& bank, std::int64_t index, const Out& out) {
-  expect("read", "out", out, {bank.rows(), bank.cols()});
-  require(index >= 0 && index < bank.count(),
-          "read: matrix " + std::to_string(index) + " of " + std::to_string(bank.count()));
-  const nb::gil_scoped_release release;
-  device.read(bank, index, out.data());
-}
-
-void embed(Device& device, const Bank& bank, const Ids& ids, const Out& out) {
-  const std::int64_t n = rows_of("embed", ids);
-  expect("embed", "token_ids", ids, {n});
-  expect("embed", "out", out, {n, bank.cols()});
-  expect_range("embed", "token_ids", ids, bank.rows());
-  const nb::gil_scoped_release release;
-  device.embed(bank, ids.data(), n, out.data());
 }
 
 // ---- products and rows ----------------------------------------------------------------------------------------------
@@ -180,17 +147,7 @@ void sort_by_expert(const Ids& ids, const Array<std::int64_t>& token, const Arra
   expect("sort_by_expert", "token", token, {n * k});
   expect("sort_by_expert", "position", position, {n, k});
   expect_range("sort_by_expert", "expert_ids", ids, experts);
-  std::vector<std::int64_t> next(static_cast<std::size_t>(experts) + 1, 0);
-  for (std::int64_t i = 0; i < n * k; ++i) ++next[static_cast<std::size_t>(ids.data()[i]) + 1];
-  for (std::int64_t e = 0; e < experts; ++e) {
-    counts.data()[e] = next[static_cast<std::size_t>(e) + 1];
-    next[static_cast<std::size_t>(e) + 1] += next[static_cast<std::size_t>(e)];
-  }
-  for (std::int64_t i = 0; i < n * k; ++i) {
-    const std::int64_t at = next[static_cast<std::size_t>(ids.data()[i])]++;
-    token.data()[at] = i / k;
-    position.data()[i] = at;
-  }
+  sort_pairs(ids.data(), n, k, experts, token.data(), position.data(), counts.data());
 }
 
 void experts(Device& device, const In& rows, const Rows& counts, const Bank& gate_up, const Bank& down,
@@ -200,6 +157,7 @@ void experts(Device& device, const In& rows, const Rows& counts, const Bank& gat
   expect("experts", "counts", counts, {gate_up.count()});
   expect_bank("experts", gate_up, gate_up.count(), 2 * inner, gate_up.cols());
   expect_bank("experts", down, gate_up.count(), down.rows(), inner);
+  require(gate_up.segments() == 2, "experts: gate_up must be allocated with 2 segments");
   expect("experts", "out", out, {n, down.rows()});
   std::int64_t total = 0;
   for (std::size_t e = 0; e < counts.size(); ++e) {
@@ -209,6 +167,37 @@ void experts(Device& device, const In& rows, const Rows& counts, const Bank& gat
   require(total == n, "experts: counts add up to " + std::to_string(total) + " for " + std::to_string(n) + " rows");
   const nb::gil_scoped_release release;
   device.experts(rows.data(), counts.data(), gate_up, down, out.data());
+}
+
+struct SharedExperts {
+  const Bank* gate_up;
+  const Bank* down;
+  const Bank* gate;
+};
+
+void moe(Device& device, const In& x, const Ids& ids, const In& weights, const Bank& gate_up, const Bank& down,
+         const std::optional<SharedExperts>& shared, const Out& out) {
+  const std::int64_t n = rows_of("moe", x), inner = down.cols(), hidden = gate_up.cols();
+  require(ids.ndim() == 2, "moe: expert_ids is [T, K]");
+  const std::int64_t k = static_cast<std::int64_t>(ids.shape(1));
+  expect("moe", "x", x, {n, hidden});
+  expect("moe", "expert_ids", ids, {n, k});
+  expect("moe", "weights", weights, {n, k});
+  expect("moe", "out", out, {n, down.rows()});
+  expect_range("moe", "expert_ids", ids, gate_up.count());
+  expect_bank("moe", gate_up, gate_up.count(), 2 * inner, hidden);
+  expect_bank("moe", down, gate_up.count(), down.rows(), inner);
+  require(gate_up.segments() == 2, "moe: gate_up must be allocated with 2 segments");
+  if (shared) {
+    const std::int64_t width = shared->down->cols();
+    expect_bank("moe", *shared->gate_up, 1, 2 * width, hidden);
+    expect_bank("moe", *shared->down, 1, down.rows(), width);
+    require(shared->gate_up->segments() == 2, "moe: the shared gate_up must be allocated with 2 segments");
+    if (shared->gate) expect_bank("moe", *shared->gate, 1, 1, hidden);
+  }
+  const nb::gil_scoped_release release;
+  device.moe({x.data(), ids.data(), weights.data(), &gate_up, &down, shared ? shared->gate_up : nullptr,
+              shared ? shared->down : nullptr, shared ? shared->gate : nullptr, out.data(), n, k});
 }
 
 void combine(Device& device, const In& rows, const Rows& position, const In& weights, const std::optional<In>& shared,
@@ -251,13 +240,6 @@ NB_MODULE(_native, m) {
   m.def("sort_by_expert", &sort_by_expert, nb::arg("ids").noconvert(), nb::arg("token").noconvert(),
         nb::arg("position").noconvert(), nb::arg("counts").noconvert());
 
-  nb::class_<Bank>(m, "Bank")
-      .def("__init__", &init_bank, "count"_a, "rows"_a, "cols"_a, "kind"_a)
-      .def_prop_ro("count", &Bank::count)
-      .def_prop_ro("rows", &Bank::rows)
-      .def_prop_ro("cols", &Bank::cols)
-      .def_prop_ro("kind", [](const Bank& bank) { return bank.kind() == Kind::f32 ? "f32" : "bf16"; })
-      .def_prop_ro("nbytes", &Bank::bytes);
 
   nb::class_<RouteShape>(m, "RouteShape")
       .def(
@@ -270,14 +252,19 @@ NB_MODULE(_native, m) {
           nb::kw_only(), "top_k"_a, "groups"_a, "topk_groups"_a, "sigmoid"_a, "top2_sum"_a, "normalize"_a, "scale"_a,
           "norm_epsilon"_a, "scaling"_a);
 
+  nb::class_<SharedExperts>(m, "SharedExperts")
+      .def("__init__",
+           [](SharedExperts* self, const Bank& gate_up, const Bank& down, const Bank* gate) {
+             new (self) SharedExperts{&gate_up, &down, gate};
+           },
+           nb::arg("gate_up"), nb::arg("down"), nb::arg("gate").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 4>());
+
   auto device = nb::class_<Device>(m, "Device");
   device
       .def("__init__", &init_device, "threads"_a, "isa"_a)
       .def_prop_ro("threads", &Device::threads)
       .def_prop_ro("isa", [](const Device& device) { return device.table().name; })
-      .def("fill", &fill, nb::arg("bank"), nb::arg("index"), nb::arg("row"), nb::arg("values").noconvert())
-      .def("read", &read, nb::arg("bank"), nb::arg("index"), nb::arg("out").noconvert())
-      .def("embed", &embed, nb::arg("bank"), nb::arg("ids").noconvert(), nb::arg("out").noconvert())
       .def("linear", &linear, nb::arg("x").noconvert(), nb::arg("bank"), nb::arg("bias").noconvert().none(),
            nb::arg("out").noconvert())
       .def("head_linear", &head_linear, nb::arg("x").noconvert(), nb::arg("bank"), nb::arg("out").noconvert())
@@ -289,11 +276,14 @@ NB_MODULE(_native, m) {
            nb::arg("shape"), nb::arg("ids").noconvert(), nb::arg("weights").noconvert())
       .def("experts", &experts, nb::arg("rows").noconvert(), nb::arg("counts").noconvert(), nb::arg("gate_up"),
            nb::arg("down"), nb::arg("out").noconvert())
+      .def("moe", &moe, nb::arg("x").noconvert(), nb::arg("ids").noconvert(), nb::arg("weights").noconvert(),
+           nb::arg("gate_up"), nb::arg("down"), nb::arg("shared").none(), nb::arg("out").noconvert())
       .def("combine", &combine, nb::arg("rows").noconvert(), nb::arg("position").noconvert(),
            nb::arg("weights").noconvert(), nb::arg("shared").noconvert().none(), nb::arg("out").noconvert())
       .def("sigmoid_scale", &sigmoid_scale, nb::arg("x").noconvert(), nb::arg("gate").noconvert(),
            nb::arg("out").noconvert())
       .def("probe", &run_probe, "kind"_a, "nbytes"_a, "rounds"_a);
+  bind_weights(m, device);
   bind_attention(m, device);
 }
 

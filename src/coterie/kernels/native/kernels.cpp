@@ -6,11 +6,12 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
 #include "kernels.h"
+#include "layout.h"
 
 namespace coterie {
 namespace COTERIE_ISA {
@@ -20,6 +21,9 @@ namespace {
 
 #include "gemm.h"
 #include "rows.h"
+
+#include "igemm.h"
+#include "quantize.h"
 
 #include "attention_tile.h"
 
@@ -32,8 +36,8 @@ namespace {
 
 extern const KernelTable table;
 const KernelTable table = {
-    COTERIE_STRING(COTERIE_ISA), gemm, norm, mla_rows, head_rows, attention, attention_merge, route, combine, silu_mul,
-    sigmoid_scale,
+    COTERIE_STRING(COTERIE_ISA), gemm, quantize_inputs, quantize_row, norm, mla_rows, head_rows, attention,
+    attention_merge, route, combine, silu_mul, sigmoid_scale,
 };
 
 }  // namespace COTERIE_ISA

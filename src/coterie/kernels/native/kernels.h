@@ -11,10 +11,24 @@
 
 namespace coterie {
 
-// out[r, p*32 + j] = sum_k x[r, k] * W[p*32 + j, k] (+ bias), k ascending, for panels [panel_begin, panel_end).
+// Rows of int8 activations: codes [rows, stride] (columns padded with zeros to 64), scales [rows, groups], one for
+// every `group` columns, and for each scale group of the weights the sum of its codes, [rows, weight groups].
+struct Activations {
+  const std::int8_t* codes;
+  const float* scales;
+  const std::int32_t* sums;
+  std::int64_t stride, group, groups;
+};
+
+// Rows a task of an integer kind may have.
+inline constexpr std::int64_t kMaxIntRows = 256;
+
+// out[r, j] = sum_k x[r, k] * W[j, k] (+ bias) for the outputs j of panels [panel_begin, panel_end). Integer kinds read
+// `quantized` instead of x.
 struct GemmTask {
   const float* x;
   std::int64_t x_stride;
+  Activations quantized;
   Matrix weight;
   const float* bias;
   float* out;
@@ -22,6 +36,23 @@ struct GemmTask {
   std::int64_t rows;
   std::int64_t panel_begin;
   std::int64_t panel_end;
+};
+
+// int8 codes of columns [first, last) of float rows, for weights with scales every `weight_group` columns. `first` and
+// `last` are multiples of both groups, or the end of the row.
+struct QuantizeInputs {
+  const float* x;
+  std::int64_t x_stride, cols, first, last;
+  std::int8_t* codes;
+  float* scales;
+  std::int32_t* sums;
+  std::int64_t stride, group, groups, weight_group, weight_groups;
+};
+
+// Format and width of a weight row that is to be quantised; `group` in columns, never 0.
+struct QuantizeArgs {
+  Format format;
+  std::int64_t cols, group;
 };
 
 // RMSNorm of x (+ residual, whose sum goes to `total`), rows of `width`.
@@ -134,6 +165,9 @@ struct CombineArgs {
 struct KernelTable {
   const char* name;
   void (*gemm)(const GemmTask&);
+  void (*quantize_inputs)(const QuantizeInputs&, std::int64_t begin, std::int64_t end);
+  // A weight row [cols] to unpacked codes [cols], scales and mins [groups].
+  void (*quantize_row)(const QuantizeArgs&, const float* x, std::uint8_t* codes, float* scales, float* mins);
   void (*norm)(const NormArgs&, std::int64_t begin, std::int64_t end);
   void (*mla_rows)(const MlaArgs&, std::int64_t begin, std::int64_t end);
   void (*head_rows)(const HeadArgs&, std::int64_t begin, std::int64_t end);
@@ -142,8 +176,9 @@ struct KernelTable {
                           std::int64_t end);
   void (*route)(const RouteArgs&, std::int64_t begin, std::int64_t end);
   void (*combine)(const CombineArgs&, std::int64_t begin, std::int64_t end);
-  // x[r, 0:inner] = silu(x[r, 0:inner]) * x[r, inner:2*inner]
-  void (*silu_mul)(float* x, std::int64_t inner, std::int64_t begin, std::int64_t end);
+  // x[r, first:last] = silu(x[r, first:last]) * x[r, inner+first:inner+last]
+  void (*silu_mul)(float* x, std::int64_t inner, std::int64_t first, std::int64_t last, std::int64_t begin,
+                   std::int64_t end);
   // out[r] = x[r] * sigmoid(gate[r])
   void (*sigmoid_scale)(const float* x, const float* gate, float* out, std::int64_t width, std::int64_t begin,
                         std::int64_t end);

@@ -5,6 +5,7 @@
 // depends on sizes and the number of threads and never changes a row's bits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "kernels.h"
 #include "pool.h"
 #include "scratch.h"
+#include "workspace.h"
 
 namespace coterie {
 
@@ -25,6 +27,42 @@ struct Product {
   std::int64_t out_stride;
   std::int64_t rows;
 };
+
+// One expert's rows through gate and up, SiLU, down. `quantized` is set if gate_up is of an integer kind.
+struct ExpertRun {
+  Matrix gate_up, down;
+  const float* x;
+  Activations quantized;
+  float* out;
+  std::int64_t rows;
+};
+
+// Feed-forward of a whole step on one rank: every token's K experts and, if there is a bank of them, the shared ones.
+struct MoeArgs {
+  const float* x;                // [T, H]
+  const std::int32_t* ids;       // [T, K]
+  const float* weights;          // [T, K]
+  const Bank* gate_up;
+  const Bank* down;
+  const Bank* shared_gate_up;    // or null
+  const Bank* shared_down;
+  const Bank* shared_gate;       // [1, H] or null: the shared output is scaled by its sigmoid
+  float* out;                    // [T, H]
+  std::int64_t tokens, top_k;
+};
+
+// Activations from row `row` on; nothing stays nothing.
+Activations rows_from(const Activations& q, std::int64_t row, std::int64_t weight_groups);
+
+// Float rows or their codes in expert order.
+struct Gathered {
+  const float* rows;
+  Activations quantized;
+};
+
+// Counting sort of token-expert pairs; stable. token [T * K], position [T, K], counts [E].
+void sort_pairs(const std::int32_t* ids, std::int64_t tokens, std::int64_t top_k, std::int64_t experts,
+                std::int64_t* token, std::int64_t* position, std::int64_t* counts);
 
 struct Sequences {
   const std::int32_t* query_start;  // [count + 1]
@@ -42,7 +80,10 @@ class Device {
   const KernelTable& table() const { return table_; }
   Pool& pool() { return pool_; }
 
+  // Packs rows, narrowed or quantised to the bank's format.
   void fill(Bank& bank, std::int64_t index, std::int64_t row, std::int64_t n, const float* values);
+  void fill_bf16(Bank& bank, std::int64_t index, std::int64_t row, std::int64_t n, const std::uint16_t* bits);
+  void fill_codes(Bank& bank, std::int64_t index, std::int64_t row, std::int64_t n, const CodeRows& values);
   void read(const Bank& bank, std::int64_t index, float* out);
   void embed(const Bank& bank, const std::int32_t* ids, std::int64_t n, float* out);
   void products(const std::vector<Product>& products);
@@ -52,6 +93,7 @@ class Device {
   void attend(const AttentionArgs& args, const Sequences& sequences);
   void route(const RouteArgs& args, std::int64_t rows);
   void experts(const float* x, const std::int64_t* counts, const Bank& gate_up, const Bank& down, float* out);
+  void moe(const MoeArgs& args);
   void combine(const CombineArgs& args, std::int64_t rows);
   void sigmoid_scale(const float* x, const float* gate, float* out, std::int64_t rows, std::int64_t width);
   void cache_write(void* cache, Kind kind, const float* rows, const std::int64_t* slots, std::int64_t n,
@@ -59,7 +101,23 @@ class Device {
 
  private:
   template <class F>
-  void over_rows(std::int64_t rows, std::int64_t row_cost, F body);
+  void over_rows(std::int64_t rows, std::int64_t row_cost, F body) {
+    constexpr std::int64_t kChunk = 1 << 15;  // multiply-adds that are worth another thread
+    const std::int64_t step = std::max<std::int64_t>(1, kChunk / std::max<std::int64_t>(1, row_cost));
+    parallel_for(pool_, (rows + step - 1) / step,
+                 [&](std::int64_t i) { body(i * step, std::min(rows, (i + 1) * step)); });
+  }
+  template <class F>
+  void over_panels(const Bank& bank, std::int64_t row, std::int64_t n, F body);
+  // int8 codes of `rows` rows of x for a weight of an integer kind, in scratch memory; empty for float kinds.
+  Activations quantize(const float* x, std::int64_t x_stride, std::int64_t rows, const Matrix& weight, Workspace& space);
+  QuantizeInputs inputs_for(const Matrix& weight, std::int64_t rows, Workspace& space, const float* x,
+                            std::int64_t x_stride);
+  Gathered gather(const float* x, const Activations& q, const Matrix& weight, const std::int64_t* token,
+                  std::int64_t pairs, Workspace& space);
+  void run_products(const std::vector<Product>& products, Workspace& space);
+  void run_tasks(const std::vector<GemmTask>& tasks, std::int64_t cost);
+  void run_experts(const std::vector<ExpertRun>& runs, Workspace& space);
 
   Pool pool_;
   ScratchPool scratch_;

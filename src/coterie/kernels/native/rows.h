@@ -98,10 +98,11 @@ static void head_rows(const HeadArgs& args, std::int64_t begin, std::int64_t end
   }
 }
 
-static void silu_mul(float* x, std::int64_t inner, std::int64_t begin, std::int64_t end) {
+static void silu_mul(float* x, std::int64_t inner, std::int64_t first, std::int64_t last, std::int64_t begin,
+                     std::int64_t end) {
   for (std::int64_t row = begin; row < end; ++row) {
-    float* gate = x + row * 2 * inner;
-    for_vectors(inner, [&](std::int64_t i, std::int64_t n) {
+    float* gate = x + row * 2 * inner + first;
+    for_vectors(last - first, [&](std::int64_t i, std::int64_t n) {
       const Vec value = load_n(gate + i, n);
       store_n(gate + i, value * sigmoid(value) * load_n(gate + inner + i, n), n);
     });

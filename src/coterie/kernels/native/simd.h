@@ -26,6 +26,8 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef std::int32_t VecI __attribute__((vector_size(kLanes * 4)));
 typedef std::uint32_t VecU __attribute__((vector_size(kLanes * 4)));
 typedef std::uint16_t VecH __attribute__((vector_size(kLanes * 2)));
+typedef std::uint8_t VecB __attribute__((vector_size(kLanes)));
+typedef std::int8_t VecS __attribute__((vector_size(kLanes)));
 
 COTERIE_INLINE Vec splat(float value) {
   return value - Vec{};
@@ -45,6 +47,18 @@ COTERIE_INLINE Vec load(const std::uint16_t* p) {
   VecH h;
   std::memcpy(&h, p, sizeof h);
   return widen(h);
+}
+
+COTERIE_INLINE Vec load_f16(const std::uint16_t* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = from_f16(p[i]);
+  return v;
+#endif
 }
 
 // The first n < kLanes elements, zeros after.

@@ -1,0 +1,175 @@
+// Products and experts: how matrix work is cut into tasks for the pool. A task is a few panels against all rows that
+// need them, so that weights stream from memory once a step; tasks are taken from one counter by whichever thread is
+// free.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "ops.h"
+
+namespace coterie {
+
+namespace {
+
+constexpr std::int64_t kProductChunk = 1 << 18;  // multiply-adds of a task
+constexpr std::int64_t kFloatRows = 64;          // rows of a task of a float kind
+
+// Cuts one product into row and panel ranges of about kProductChunk multiply-adds.
+void split(const Product& p, const Activations& quantized, std::vector<GemmTask>& tasks) {
+  const std::int64_t panels = panels_of(p.weight);
+  const bool integer = is_integer(p.weight.format.kind);
+  const std::int64_t most = integer ? kMaxIntRows : kFloatRows;
+  for (std::int64_t row = 0; row < p.rows; row += most) {
+    const std::int64_t rows = std::min(most, p.rows - row);
+    const std::int64_t panel_cost = std::max<std::int64_t>(1, rows * p.weight.cols * kPanel);
+    const std::int64_t step = std::max<std::int64_t>(1, kProductChunk / panel_cost);
+    const Activations q = rows_from(quantized, row, p.weight.groups);
+    for (std::int64_t panel = 0; panel < panels; panel += step) {
+      tasks.push_back({p.x + row * p.x_stride, p.x_stride, q, p.weight, p.bias, p.out + row * p.out_stride,
+                       p.out_stride, rows, panel, std::min(panels, panel + step)});
+    }
+  }
+}
+
+// A column block of one expert's inner width and the rows that a task takes through it.
+struct InnerTask {
+  std::size_t run;
+  std::int64_t row, rows, first, last;
+};
+
+}  // namespace
+
+Activations rows_from(const Activations& q, std::int64_t row, std::int64_t weight_groups) {
+  if (!q.codes) return q;
+  return {q.codes + row * q.stride, q.scales + row * q.groups, q.sums + row * weight_groups, q.stride, q.group,
+          q.groups};
+}
+
+Activations Device::quantize(const float* x, std::int64_t x_stride, std::int64_t rows, const Matrix& weight,
+                             Workspace& space) {
+  if (!is_integer(weight.format.kind)) return {};
+  const QuantizeInputs args = inputs_for(weight, rows, space, x, x_stride);
+  over_rows(rows, weight.cols,
+            [&](std::int64_t begin, std::int64_t end) { table_.quantize_inputs(args, begin, end); });
+  return {args.codes, args.scales, args.sums, args.stride, args.group, args.groups};
+}
+
+QuantizeInputs Device::inputs_for(const Matrix& weight, std::int64_t rows, Workspace& space, const float* x,
+                                  std::int64_t x_stride) {
+  const std::int64_t stride = padded_cols(weight.format.kind, weight.cols);
+  const std::int64_t group = weight.format.group ? kActivationGroup : stride;
+  const std::int64_t groups = (weight.cols + group - 1) / group;
+  return {x,     x_stride, weight.cols,  0,
+          weight.cols, space.take<std::int8_t>(rows * stride), space.take<float>(rows * groups),
+          space.take<std::int32_t>(rows * weight.groups), stride, group, groups, weight.group, weight.groups};
+}
+
+void Device::run_tasks(const std::vector<GemmTask>& tasks, std::int64_t cost) {
+  // Many small tasks (heads, experts with one row) ride together, a single small product stays on this thread.
+  const auto count = static_cast<std::int64_t>(tasks.size());
+  const std::int64_t chunks = std::min(count, std::max<std::int64_t>(1, 2 * cost / kProductChunk));
+  parallel_for(pool_, chunks, [&](std::int64_t i) {
+    for (std::int64_t t = i * count / chunks; t < (i + 1) * count / chunks; ++t) {
+      table_.gemm(tasks[static_cast<std::size_t>(t)]);
+    }
+  });
+}
+
+void Device::products(const std::vector<Product>& products) {
+  run_products(products, Workspace::fresh());
+}
+
+void Device::run_products(const std::vector<Product>& products, Workspace& space) {
+  std::vector<GemmTask> tasks;
+  std::int64_t cost = 0;
+  for (const Product& p : products) {
+    split(p, quantize(p.x, p.x_stride, p.rows, p.weight, space), tasks);
+    cost += p.rows * p.weight.rows * p.weight.cols;
+  }
+  run_tasks(tasks, cost);
+}
+
+void Device::run_experts(const std::vector<ExpertRun>& runs, Workspace& space) {
+  std::vector<InnerTask> inner_tasks;
+  std::vector<float*> middles;
+  std::vector<QuantizeInputs> downs;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const ExpertRun& run = runs[i];
+    const std::int64_t inner = run.down.cols;
+    middles.push_back(scratch.take<float>(run.rows * 2 * inner));
+    const bool integer = is_integer(run.down.format.kind);
+    downs.push_back(integer ? inputs_for(run.down, run.rows, space, middles.back(), 2 * inner) : QuantizeInputs{});
+    for (std::int64_t row = 0; row < run.rows; row += kMaxIntRows) {
+      for (std::int64_t first = 0; first < inner; first += kActivationGroup) {
+        inner_tasks.push_back({i, row, std::min(kMaxIntRows, run.rows - row), first,
+                               std::min(inner, first + kActivationGroup)});
+      }
+    }
+  }
+  parallel_for(pool_, static_cast<std::int64_t>(inner_tasks.size()), [&](std::int64_t i) {
+    const InnerTask& task = inner_tasks[static_cast<std::size_t>(i)];
+    const ExpertRun& run = runs[task.run];
+    float* middle = middles[task.run];
+    const std::int64_t hidden = run.gate_up.cols, inner = run.down.cols;
+    const Activations q = rows_from(run.quantized, task.row, run.gate_up.groups);
+    for (std::int64_t half = 0; half < 2; ++half) {
+      const std::int64_t base = half * run.gate_up.segment_panels;
+      table_.gemm({run.x ? run.x + task.row * hidden : nullptr, hidden, q, run.gate_up, nullptr, middle + task.row * 2 * inner,
+                   2 * inner, task.rows, base + task.first / kPanel, base + (task.last + kPanel - 1) / kPanel});
+    }
+    table_.silu_mul(middle, inner, task.first, task.last, task.row, task.row + task.rows);
+    QuantizeInputs down = downs[task.run];
+    if (down.codes && down.group == kActivationGroup) {
+      down.first = task.first, down.last = task.last;
+      table_.quantize_inputs(down, task.row, task.row + task.rows);
+    }
+  });
+  std::vector<GemmTask> tasks;
+  std::int64_t cost = 0;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const ExpertRun& run = runs[i];
+    const QuantizeInputs& d = downs[i];
+    if (d.codes && d.group != kActivationGroup) {
+      over_rows(run.rows, run.down.cols,
+                [&](std::int64_t begin, std::int64_t end) { table_.quantize_inputs(d, begin, end); });
+    }
+    split({middles[i], 2 * run.down.cols, run.down, nullptr, run.out, run.down.rows, run.rows},
+          {d.codes, d.scales, d.sums, d.stride, d.group, d.groups}, tasks);
+    cost += run.rows * run.down.rows * run.down.cols;
+  }
+  run_tasks(tasks, cost);
+}
+
+void Device::experts(const float* x, const std::int64_t* counts, const Bank& gate_up, const Bank& down, float* out) {
+  Workspace& space = Workspace::fresh();
+  std::int64_t rows = 0;
+  for (std::int64_t e = 0; e < gate_up.count(); ++e) rows += counts[e];
+  const Activations q = quantize(x, gate_up.cols(), rows, gate_up.shape(), space);
+  std::vector<ExpertRun> runs;
+  std::int64_t row = 0;
+  for (std::int64_t e = 0; e < gate_up.count(); ++e) {
+    if (counts[e] == 0) continue;
+    runs.push_back({gate_up.matrix(e), down.matrix(e), x + row * gate_up.cols(),
+                    rows_from(q, row, gate_up.shape().groups), out + row * down.rows(), counts[e]});
+    row += counts[e];
+  }
+  run_experts(runs, space);
+}
+
+void sort_pairs(const std::int32_t* ids, std::int64_t tokens, std::int64_t top_k, std::int64_t experts,
+                std::int64_t* token, std::int64_t* position, std::int64_t* counts) {
+  std::vector<std::int64_t> next(static_cast<std::size_t>(experts) + 1, 0);
+  const std::int64_t pairs = tokens * top_k;
+  for (std::int64_t i = 0; i < pairs; ++i) ++next[static_cast<std::size_t>(ids[i]) + 1];
+  for (std::int64_t e = 0; e < experts; ++e) {
+    counts[e] = next[static_cast<std::size_t>(e) + 1];
+    next[static_cast<std::size_t>(e) + 1] += next[static_cast<std::size_t>(e)];
+  }
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    const std::int64_t at = next[static_cast<std::size_t>(ids[i])]++;
+    token[at] = i / top_k;
+    position[i] = at;
+  }
+}
+
+}  // namespace coterie
