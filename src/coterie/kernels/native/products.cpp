@@ -96,7 +96,7 @@ void Device::run_experts(const std::vector<ExpertRun>& runs, Workspace& space) {
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const ExpertRun& run = runs[i];
     const std::int64_t inner = run.down.cols;
-    middles.push_back(scratch.take<float>(run.rows * 2 * inner));
+    middles.push_back(space.take<float>(run.rows * 2 * inner));
     const bool integer = is_integer(run.down.format.kind);
     downs.push_back(integer ? inputs_for(run.down, run.rows, space, middles.back(), 2 * inner) : QuantizeInputs{});
     for (std::int64_t row = 0; row < run.rows; row += kMaxIntRows) {
