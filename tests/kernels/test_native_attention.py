@@ -13,7 +13,7 @@ import pytest
 import torch
 from kernel_cases import ISAS, KINDS, PagedSequences, fill_caches, gqa_spec, mla_spec, normal
 
-from coterie.kernels.api import WeightKind
+from coterie.kernels.api import CacheKind as WeightKind
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
