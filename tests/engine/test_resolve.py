@@ -46,6 +46,13 @@ def test_float32_rows_take_twice_the_room() -> None:
     assert resolve(make_spec(), narrow, "f32", available).num_blocks == 5000 // 64
 
 
+def test_int8_rows_count_their_scales() -> None:
+    config = EngineConfig(mem_fraction_static=0.5, kv_cache_dtype="int8")
+    resolved = resolve(make_spec(), config, "bf16", 10_000 * 256)
+    assert (resolved.cache_kind, resolved.num_blocks) == ("int8", 10_000 * 128 // (128 + 4 * 4) // 64)
+    assert "144 B a token" in reasons(resolved)["cache memory"]
+
+
 def test_a_huge_context_is_not_taken_unasked() -> None:
     spec = make_spec(max_positions=1 << 20)
     resolved = resolve(spec, EngineConfig(), "bf16", 1 << 40)

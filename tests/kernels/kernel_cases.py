@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.kernels import _native
-from coterie.kernels.api import CacheKind as WeightKind
 from coterie.kernels.api import Kernels, Prepared
 from coterie.kernels.batch import ForwardBatch
+from coterie.spec.cache import CacheKind, CacheStream
 from coterie.spec.model import AttentionSpec, RopeSpec
 from coterie.spec.weights import BF16, F32, MatrixSpec
 
 ISAS = tuple(_native.isa_levels())
-KINDS: tuple[WeightKind, ...] = ("f32", "bf16")
+KINDS: tuple[CacheKind, ...] = ("f32", "bf16")
 Floats = NDArray[np.float32]
 
 
@@ -34,7 +34,7 @@ def new_bank(kernels: Kernels, count: int, rows: int, cols: int, kind: str, segm
     return bank
 
 
-def make_bank(kernels: Kernels, values: Floats, kind: WeightKind, segments: int = 1) -> Any:
+def make_bank(kernels: Kernels, values: Floats, kind: CacheKind, segments: int = 1) -> Any:
     """A bank of [count, rows, cols] values."""
     bank = new_bank(kernels, *values.shape, kind, segments)
     for index, matrix in enumerate(values):
@@ -125,14 +125,20 @@ class PagedSequences:
         return self.batch([(s, 0, length) for s, length in enumerate(self.lengths)])
 
 
+def plain_stream(rows: Any) -> CacheStream:
+    """A stream that is as wide as these rows."""
+    return CacheStream("rows", "append", rows.shape[1])
+
+
 def fill_caches(
-    kernels: Kernels, layout: PagedSequences, rows: list[Any], kind: WeightKind
+    kernels: Kernels, layout: PagedSequences, rows: list[Any], kind: CacheKind, spec: AttentionSpec | None = None
 ) -> tuple[list[Any], Prepared]:
-    """One cache per array of rows, written through the whole layout."""
+    """One cache per array of rows, written through the whole layout. An int8 cache needs the spec."""
     batch = kernels.prepare(layout.whole())
+    streams = spec.cache_streams if spec else [plain_stream(values) for values in rows]
     caches = []
-    for values in rows:
-        cache = kernels.allocate_cache(layout.num_slots, values.shape[1], kind)
-        kernels.cache_write(cache, values, batch)
+    for values, stream in zip(rows, streams, strict=True):
+        cache = kernels.allocate_cache(layout.num_slots, stream, kind)
+        kernels.cache_write(cache, values, batch, stream)
         caches.append(cache)
     return caches, batch

@@ -13,10 +13,10 @@ import pytest
 import torch
 from kernel_cases import ISAS, KINDS, PagedSequences, fill_caches, gqa_spec, mla_spec, normal
 
-from coterie.kernels.api import CacheKind as WeightKind
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
+from coterie.spec.cache import CacheKind
 from coterie.spec.model import AttentionSpec
 
 SPECS = {
@@ -48,7 +48,7 @@ def attend(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("isa", ISAS)
-def test_long_contexts_against_the_oracle(isa: str, name: str, kind: WeightKind) -> None:
+def test_long_contexts_against_the_oracle(isa: str, name: str, kind: CacheKind) -> None:
     spec, layout = SPECS[name], PagedSequences(LENGTHS, 16)
     query, rows = inputs(spec, sum(LENGTHS))
     oracle = ReferenceKernels("float64")

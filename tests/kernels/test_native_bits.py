@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cases import ISAS, KINDS, PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, normal
+from kernel_cases import ISAS, KINDS, PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, normal, plain_stream
 
-from coterie.kernels.api import CacheKind as WeightKind
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
+from coterie.spec.cache import CacheKind as WeightKind
 from coterie.spec.model import AttentionSpec, MoESpec
 
 TOTAL = 300
@@ -143,7 +143,7 @@ def test_bf16_cache_chunked_equals_whole(isa: str, spec: AttentionSpec, chunk: i
         part = kernels.prepare(layout.batch([(0, begin, min(begin + chunk, total))]))
         at = slice(begin, begin + part.num_tokens)
         for cache, values in zip(stale, rows, strict=True):
-            kernels.cache_write(cache, values[at], part)
+            kernels.cache_write(cache, values[at], part, plain_stream(values))
         got = kernels.attend(query[at], stale[0], stale[1] if stale[1:] else None, part, spec)
         assert same_bits(got, expected[at])
 

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from kernel_cases import PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, new_bank, normal
+from kernel_cases import PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, new_bank, normal, plain_stream
 
 from coterie.kernels import _native
 from coterie.kernels.batch import ForwardBatch
@@ -104,7 +104,7 @@ def test_cache_and_block_tables_are_checked(kernels: NativeKernels) -> None:
     with pytest.raises(ValueError, match="query_start does not span the rows"):
         attend(query_start=np.array([0, 2], np.int32))
     with pytest.raises(ValueError, match="slot_mapping holds 48"):
-        kernels.cache_write(cache, rows[:1], kernels.prepare(layout_with_slot(good, 48)))
+        kernels.cache_write(cache, rows[:1], kernels.prepare(layout_with_slot(good, 48)), plain_stream(rows))
 
 
 def layout_with_slot(batch: ForwardBatch, slot: int) -> ForwardBatch:

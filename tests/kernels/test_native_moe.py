@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import ISAS, KINDS, make_bank, normal
 
-from coterie.kernels.api import CacheKind as WeightKind
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
+from coterie.spec.cache import CacheKind as WeightKind
 from coterie.spec.model import MoESpec
 
 BASE = MoESpec(num_experts=24, top_k=4, intermediate_size=8)

@@ -20,10 +20,10 @@ from kernel_cases import (
     to_bf16,
 )
 
-from coterie.kernels.api import CacheKind as WeightKind
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
+from coterie.spec.cache import CacheKind as WeightKind
 from coterie.spec.model import AttentionSpec, RopeSpec
 
 ROWS = (0, 1, 2, 7, 70)

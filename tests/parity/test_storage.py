@@ -173,6 +173,24 @@ def test_bfloat16_cache_rounds_what_it_stores_and_nothing_else(checkpoint: Check
     assert np.abs(theirs - unrounded).max() > 10 * np.abs(ours - theirs).max()
 
 
+@in_forms("bfloat16")
+def test_int8_cache_is_one_rounding_for_both_backends_and_any_chunks(checkpoint: Checkpoint) -> None:
+    token_ids = prompt(100, seed=3)
+    logits = {}
+    for backend, cache, chunk in [("native", "float32", 64), ("native", "int8", 64), ("native", "int8", 7),
+                                  ("reference", "int8", 64)]:  # fmt: skip
+        options = {"backend": backend, "kv_cache_dtype": cache, "chunked_prefill_size": chunk}
+        with LLM(checkpoint.folder, **OPTIONS, **options) as llm:
+            logits[backend, cache, chunk] = llm.logits(token_ids)
+    exact, ours = logits["native", "float32", 64], logits["native", "int8", 64]
+    assert logits["native", "int8", 7].tobytes() == ours.tobytes()
+    size = float(np.sqrt(np.square(exact).mean()))
+    between = float(np.sqrt(np.square(ours - logits["reference", "int8", 64]).mean())) / size
+    lost = float(np.sqrt(np.square(ours - exact).mean())) / size
+    assert between < 0.3 * lost, "a value between two codes may round the other way; more is another mistake"
+    assert 0 < lost < 0.25, "a router of random weights may choose another expert"
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.entry.id)
 @pytest.mark.parametrize("how", [{"max_shard_size": "20KB"}, {"save_original_format": False}], ids=["shards", "inner"])
 def test_what_transformers_writes(case: Case, how: dict[str, Any], tmp_path: Path) -> None:

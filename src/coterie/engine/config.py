@@ -17,7 +17,7 @@ class EngineConfig:
 
     backend: Literal["native", "reference"] = "native"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
     max_running_requests: int = 64

@@ -35,7 +35,7 @@ class EngineOptions(TypedDict, total=False):
 
     backend: Literal["native", "reference"]
     dtype: Literal["auto", "float32", "bfloat16"]
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"]
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"]
     load_format: Literal["auto", "dummy"]
     max_model_len: int | None
     max_running_requests: int

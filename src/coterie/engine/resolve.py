@@ -9,17 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from coterie.cache.streams import BYTES_PER_VALUE
 from coterie.engine.config import EngineConfig
-from coterie.kernels.api import CacheKind
 from coterie.kernels.select import Choice
+from coterie.spec.cache import CacheKind
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
 
 DEFAULT_CONTEXT = 32_768
 """Longest context that is chosen unasked; models that promise more get it by --max-model-len."""
 
-KIND_OF_DTYPE: dict[str, CacheKind] = {"float32": "f32", "bfloat16": "bf16"}
+KIND_OF_DTYPE: dict[str, CacheKind] = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def resolve(spec: ModelSpec, config: EngineConfig, weight_kind: CacheKind, avail
     """Choose context length and cache. `available`: bytes that may be had once the weights are loaded."""
     check_config(spec, config)
     cache_kind = _cache_kind(config, weight_kind)
-    token_bytes = spec.kv_bytes_per_token(BYTES_PER_VALUE[cache_kind.value])
+    token_bytes = spec.cache_bytes_per_token(cache_kind.value)
     budget = int(available * config.mem_fraction_static)
     fits = budget // max(1, token_bytes) // config.page_size * config.page_size
     if config.kv_cache_tokens is not None:
@@ -130,7 +129,7 @@ def _too_small(config: EngineConfig, asked: int | None, fits: int, token_bytes: 
     return (
         f"the cache cannot hold {wanted}: that needs {gigabytes(needed)} at {token_bytes} B a token, and "
         f"{config.mem_fraction_static:g} of free memory holds {fits} tokens; lower {lower}, "
-        "raise mem_fraction_static, or use kv_cache_dtype bfloat16"
+        "raise mem_fraction_static, or use kv_cache_dtype bfloat16 or int8"
     )
 
 

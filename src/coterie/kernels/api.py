@@ -13,12 +13,13 @@ M expert rows (T * K without exchange), S sequences.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.kernels.batch import ForwardBatch
+from coterie.spec.cache import CacheKind, CacheStream
 from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
 from coterie.spec.weights import MatrixSpec
 
@@ -28,7 +29,6 @@ Array = Any
 Bank = Any
 """A backend's opaque weight storage: `count` matrices of [rows, cols], or one vector."""
 
-CacheKind = Literal["f32", "bf16"]
 HostArray = NDArray[np.float32]
 
 
@@ -119,8 +119,8 @@ class Kernels(Protocol):
     def rope_table(self, rope: RopeSpec, max_positions: int) -> Array:
         """cos and sin of every position: float32 [max_positions, 2, dim/2], from `spec.rope.cos_sin`."""
 
-    def allocate_cache(self, num_slots: int, width: int, kind: CacheKind) -> Array:
-        """Storage of one cache stream: [num_slots, width], zeroed."""
+    def allocate_cache(self, num_slots: int, stream: CacheStream, kind: CacheKind) -> Array:
+        """Storage of one cache stream, zeroed: `num_slots` opaque rows of `stream.row_bytes(kind)` bytes."""
 
     # ---- one step ------------------------------------------------------------------------------------------------
     def prepare(self, batch: ForwardBatch) -> Prepared:
@@ -172,8 +172,10 @@ class Kernels(Protocol):
         """query [T, N*D], key [T, G*D]: per-head RMSNorm if `norms` (weights of q and k), then rope on the first
         `spec.rope.dim` channels of each head -> query [T, N, D], key rows [T, G*D]."""
 
-    def cache_write(self, cache: Array, rows: Array, batch: Prepared) -> None:
-        """Store rows [T, width] at `batch.slot_mapping`, rounded to the cache's kind."""
+    def cache_write(self, cache: Array, rows: Array, batch: Prepared, stream: CacheStream) -> None:
+        """Store rows [T, stream.width] at `batch.slot_mapping`, rounded to the cache's kind. int8: each head's groups
+        of `SCALE_GROUP` channels as the nearest multiples (halves to even) of a 127th of their largest magnitude; a
+        group with a NaN or an infinity reads as NaN."""
 
     def attend(self, query: Array, keys: Array, values: Array | None, batch: Prepared, spec: AttentionSpec) -> Array:
         """Causal attention: query [T, N, D] -> [T, N, V].

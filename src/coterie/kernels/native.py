@@ -1,7 +1,8 @@
 """NativeKernels: the C++ backend on numpy float32 arrays. The default; needs no torch.
 
 This file allocates outputs and hands arrays to the extension `_native`, which checks every shape and index and computes
-without the GIL. Weights are packed banks; caches are float32, or uint16 holding bf16 bits. Integers: int32 ids and
+without the GIL. Weights are packed banks; caches are float32, uint16 holding bf16 bits, or
+uint8 rows of int8 codes and their scales. Integers: int32 ids and
 positions, int64 orders, positions of rows and counts. An output row depends on its own input row only, bit for bit,
 whatever the batch and the number of threads; it may differ between ISA levels. Letters as in `kernels/api.py`.
 """
@@ -14,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.kernels import _native
-from coterie.kernels.api import CacheKind, ExpertBanks, HostArray, Prepared, Regrouped, Routed, SortedRows
+from coterie.kernels.api import ExpertBanks, HostArray, Prepared, Regrouped, Routed, SortedRows
 from coterie.kernels.batch import ForwardBatch
+from coterie.spec.cache import CacheKind, CacheStream
 from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
 from coterie.spec.rope import cos_sin
 from coterie.spec.weights import MatrixSpec
@@ -81,8 +83,9 @@ class NativeKernels:
     def rope_table(self, rope: RopeSpec, max_positions: int) -> Floats:
         return np.ascontiguousarray(cos_sin(rope, max_positions))
 
-    def allocate_cache(self, num_slots: int, width: int, kind: CacheKind) -> NDArray[Any]:
-        return np.zeros((num_slots, width), np.float32 if kind == "f32" else np.uint16)
+    def allocate_cache(self, num_slots: int, stream: CacheStream, kind: CacheKind) -> NDArray[Any]:
+        dtype = np.dtype({"f32": np.float32, "bf16": np.uint16, "int8": np.uint8}[kind])
+        return np.zeros((num_slots, stream.row_bytes(kind) // dtype.itemsize), dtype)
 
     # ---- one step ----------------------------------------------------------------------------------------------------
     def prepare(self, batch: ForwardBatch) -> Prepared:
@@ -166,9 +169,9 @@ class NativeKernels:
         self._device.gqa_heads(key, k_norm, rope, shape, key_out)
         return query_out, key_out
 
-    def cache_write(self, cache: NDArray[Any], rows: Floats, batch: Prepared) -> None:
+    def cache_write(self, cache: NDArray[Any], rows: Floats, batch: Prepared, stream: CacheStream) -> None:
         assert batch.slot_mapping is not None, "cache_write: this batch has no slot_mapping"
-        self._device.cache_write(cache, _floats(rows), batch.slot_mapping)
+        self._device.cache_write(cache, _floats(rows), batch.slot_mapping, stream.heads, stream.exact)
 
     def attend(
         self, query: Floats, keys: NDArray[Any], values: NDArray[Any] | None, batch: Prepared, spec: AttentionSpec

@@ -15,9 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.kernels.api import CacheKind, HostArray, Prepared, Regrouped, Routed, SortedRows
+from coterie.kernels.api import HostArray, Prepared, Regrouped, Routed, SortedRows
 from coterie.kernels.batch import ForwardBatch
+from coterie.kernels.int8_rows import pack_rows, unpack_rows
 from coterie.kernels.quantize import dequantize, quantize
+from coterie.spec.cache import CacheKind, CacheStream
 from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
 from coterie.spec.rope import cos_sin
 from coterie.spec.weights import MatrixSpec, WeightFormat, WeightKind
@@ -80,9 +82,10 @@ class ReferenceKernels:
     def rope_table(self, rope: RopeSpec, max_positions: int) -> Tensor:
         return torch.from_numpy(cos_sin(rope, max_positions)).to(self.dtype)
 
-    def allocate_cache(self, num_slots: int, width: int, kind: CacheKind) -> Tensor:
-        storage = self.dtype if kind == "f32" else torch.bfloat16
-        return torch.zeros(num_slots, width, dtype=storage)
+    def allocate_cache(self, num_slots: int, stream: CacheStream, kind: CacheKind) -> Tensor:
+        if kind == "int8":
+            return torch.zeros(num_slots, stream.row_bytes(kind), dtype=torch.uint8)
+        return torch.zeros(num_slots, stream.width, dtype=self.dtype if kind == "f32" else torch.bfloat16)
 
     # ---- one step ----------------------------------------------------------------------------------------------------
     def prepare(self, batch: ForwardBatch) -> Prepared:
@@ -163,8 +166,9 @@ class ReferenceKernels:
 
         return turn(query), turn(key).flatten(1)
 
-    def cache_write(self, cache: Tensor, rows: Tensor, batch: Prepared) -> None:
-        cache[batch.slot_mapping] = rows.detach().to(cache.dtype)
+    def cache_write(self, cache: Tensor, rows: Tensor, batch: Prepared, stream: CacheStream) -> None:
+        packed = cache.dtype == torch.uint8
+        cache[batch.slot_mapping] = pack_rows(rows.detach(), stream) if packed else rows.detach().to(cache.dtype)
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor | None, batch: Prepared, spec: AttentionSpec
@@ -180,11 +184,14 @@ class ReferenceKernels:
                 slots = torch.arange(start, end)
             else:
                 slots = _slots(batch.block_tables[index], context, host.page_size)
-            k = keys[slots].to(self.dtype)
-            v = k[:, : spec.kv_lora_rank] if values is None else values[slots].to(self.dtype)
+            k = self._widen(keys[slots], spec.cache_streams[0])
+            v = k[:, : spec.kv_lora_rank] if values is None else self._widen(values[slots], spec.cache_streams[1])
             outputs.append(_attend_one(query[start:end], k, v, batch.positions[start:end], spec))
         width = spec.kv_lora_rank if values is None else spec.v_head_dim
         return torch.cat(outputs) if outputs else query.new_zeros(0, spec.num_heads, width)
+
+    def _widen(self, rows: Tensor, stream: CacheStream) -> Tensor:
+        return (unpack_rows(rows, stream) if rows.dtype == torch.uint8 else rows).to(self.dtype)
 
     def route(self, x: Tensor, gate: ReferenceBank, bias: Tensor | None, spec: MoESpec) -> Routed:
         logits = x @ gate.values[0].to(self.dtype).T

@@ -64,7 +64,7 @@ class LatentAttention:
             self.q_b.forward(latent_q), self.kv_a.forward(x), self.w_uk, self.kv_norm, self.rope, batch.positions, spec
         )
         if cache:
-            kernels.cache_write(cache["latent"], rows, batch)
+            kernels.cache_write(cache["latent"], rows, batch, spec.cache_streams[0])
         out = kernels.attend(query, cache["latent"] if cache else rows, None, batch, spec)
         values = kernels.head_linear(out, self.w_uv)
         return self.o.forward(values.reshape(-1, spec.num_heads * spec.v_head_dim))
@@ -90,8 +90,8 @@ class GroupedAttention:
         )
         values = self.v.forward(x)
         if cache:
-            kernels.cache_write(cache["key"], keys, batch)
-            kernels.cache_write(cache["value"], values, batch)
+            for stream, rows in zip(spec.cache_streams, (keys, values), strict=True):
+                kernels.cache_write(cache[stream.name], rows, batch, stream)
             keys, values = cache["key"], cache["value"]
         out = kernels.attend(query, keys, values, batch, spec)
         return self.o.forward(out.reshape(-1, spec.num_heads * spec.v_head_dim))

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from coterie.kernels.api import CacheKind, HostArray, Kernels
+from coterie.kernels.api import HostArray, Kernels
 from coterie.model.banks import BankFiller, must_be_whole
 from coterie.model.load_plan import DtypeChoice, bank_formats
 from coterie.model.names import TensorEntry, weight_layout
+from coterie.spec.cache import CacheKind
 from coterie.spec.model import ModelSpec
 from coterie.spec.weights import BF16, WeightFormat
 

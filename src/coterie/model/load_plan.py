@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from coterie.kernels.api import CacheKind
 from coterie.model.checkpoint import Checkpoint, Problem, refuse
 from coterie.model.dequant import PLAIN_DTYPES, SCALE_DTYPES, scale_shape
 from coterie.model.formats.ggml import DECODERS, EXPANDED, expander, no_expander
@@ -26,6 +25,7 @@ from coterie.model.names import (
     weight_layout,
 )
 from coterie.model.safetensors_io import LoadError, StoredTensor
+from coterie.spec.cache import CacheKind
 from coterie.spec.model import ModelSpec
 from coterie.spec.weights import BF16, F32, QuantPlan, WeightFormat
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coterie.kernels.api import CacheKind, HostArray, Kernels
+from coterie.kernels.api import HostArray, Kernels
 from coterie.model.banks import BankFiller, must_be_whole
 from coterie.model.checkpoint import open_checkpoint
 from coterie.model.dequant import PLAIN_DTYPES, BlockScale, dequantize_rows, to_float32
@@ -26,6 +26,7 @@ from coterie.model.formats.ggml import expand
 from coterie.model.load_plan import DtypeChoice, LoadPlan, PlannedTensor, Skipped, check_strict, make_plan
 from coterie.model.load_report import Conversion, LoadProgress, LoadReport
 from coterie.model.safetensors_io import LoadError, Piece, RawBytes, ReadStats, StoredTensor, split_rows, stream
+from coterie.spec.cache import CacheKind
 from coterie.spec.model import Fp8BlockQuant, ModelSpec
 from coterie.spec.weights import BF16, F32
 

@@ -1,9 +1,9 @@
 """Pure data and arithmetic: what a model, a machine and a deployment are. No torch, no arrays, no I/O but JSON."""
 
+from coterie.spec.cache import CacheStream
 from coterie.spec.errors import SpecError
 from coterie.spec.model import (
     AttentionSpec,
-    CacheStream,
     DenseSpec,
     Fp8BlockQuant,
     LayerSpec,

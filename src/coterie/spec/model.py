@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from coterie.spec.cache import CacheKind, CacheStream
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -36,18 +38,6 @@ class RopeSpec:
     high_freq_factor: float = 4.0
     attention_factor: float = 1.0
     truncate: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStream:
-    """What one layer keeps per token (or per sequence). MLA's latent is one `append` stream, one row a token."""
-
-    name: str
-    kind: Literal["append", "ring", "state"]
-    width: int
-    tokens_per_row: int = 1
-    span: int = 0
-    owner_layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +72,11 @@ class AttentionSpec:
     @property
     def cache_streams(self) -> tuple[CacheStream, ...]:
         if self.kind == "mla":
-            return (CacheStream("latent", "append", self.latent_width),)
+            return (CacheStream("latent", "append", self.latent_width, exact=self.qk_rope_head_dim),)
+        heads = self.num_kv_heads
         return (
-            CacheStream("key", "append", self.num_kv_heads * self.qk_head_dim),
-            CacheStream("value", "append", self.num_kv_heads * self.v_head_dim),
+            CacheStream("key", "append", heads * self.qk_head_dim, heads=heads),
+            CacheStream("value", "append", heads * self.v_head_dim, heads=heads),
         )
 
 
@@ -198,14 +189,19 @@ class ModelSpec:
         return round(self.num_parameters * bytes_per_value)
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
-        """Bytes that one token adds to the cache over all decoder layers (append streams that own storage)."""
-        width = sum(
-            stream.width / stream.tokens_per_row
-            for layer in self.layers
-            for stream in layer.attention.cache_streams
-            if stream.kind == "append" and stream.owner_layer is None
-        )
-        return round(width * bytes_per_value)
+        """Bytes that one token adds to the cache over all decoder layers at a uniform width."""
+        return round(sum(stream.width / stream.tokens_per_row for stream in self._growing_streams()) * bytes_per_value)
+
+    def cache_bytes_per_token(self, kind: CacheKind) -> int:
+        """The same for a kind of cache, scales included."""
+        return round(sum(stream.row_bytes(kind) / stream.tokens_per_row for stream in self._growing_streams()))
+
+    def _growing_streams(self) -> Iterator[CacheStream]:
+        """Append streams that own storage."""
+        for layer in self.layers:
+            for stream in layer.attention.cache_streams:
+                if stream.kind == "append" and stream.owner_layer is None:
+                    yield stream
 
     def flops_per_token(self, context: int = 0) -> int:
         """Multiply-adds x 2 for one token at a context length, attention absorbed for MLA (scores and values)."""

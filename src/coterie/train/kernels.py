@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from coterie.kernels.api import CacheKind, HostArray, Prepared, Regrouped, Routed, SortedRows
+from coterie.kernels.api import HostArray, Prepared, Regrouped, Routed, SortedRows
 from coterie.kernels.batch import ForwardBatch
+from coterie.spec.cache import CacheKind, CacheStream
 from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
 from coterie.spec.rope import cos_sin
 from coterie.spec.weights import MatrixSpec
@@ -63,10 +64,10 @@ class TrainKernels:
     def rope_table(self, rope: RopeSpec, max_positions: int) -> Tensor:
         return torch.from_numpy(cos_sin(rope, max_positions))
 
-    def allocate_cache(self, num_slots: int, width: int, kind: CacheKind) -> Tensor:
+    def allocate_cache(self, num_slots: int, stream: CacheStream, kind: CacheKind) -> Tensor:
         raise NotImplementedError(_NO_CACHE)
 
-    def cache_write(self, cache: Tensor, rows: Tensor, batch: Prepared) -> None:
+    def cache_write(self, cache: Tensor, rows: Tensor, batch: Prepared, stream: CacheStream) -> None:
         raise NotImplementedError(_NO_CACHE)
 
     # ---- one step ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 // (attention.h).
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "ops.h"
 
@@ -14,6 +15,8 @@ constexpr std::int64_t kChunk = 1 << 15;       // elements below which another t
 constexpr std::int64_t kTaskPairs = 128;       // (row, head) pairs that share a widened tile
 constexpr std::int64_t kFewHeads = 8;          // a task is not cut finer than this
 constexpr std::int64_t kTaskWork = 1 << 17;    // multiply-adds below which it is not worth it
+
+constexpr float kSmallest = 1e-30f;            // a group below is stored as zeros: its scale would be no normal float
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
@@ -129,6 +132,49 @@ void place_partials(Plan& plan, float* buffer) {
   }
 }
 
+void write_bf16(const float* source, std::int64_t n, char* target) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint16_t half = to_bf16(source[i]);
+    std::memcpy(target + 2 * i, &half, 2);
+  }
+}
+
+// One group of channels as codes of the largest magnitude's 127th part, halves to even; returns that scale. What holds a
+// NaN or an infinity reads as NaN.
+float write_group(const float* source, std::int64_t n, std::int8_t* codes) {
+  std::uint32_t largest = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, source + i, 4);
+    largest = std::max(largest, bits & 0x7fffffffu);
+  }
+  float top;
+  std::memcpy(&top, &largest, 4);
+  const bool finite = largest < 0x7f800000u;
+  if (!finite || top < kSmallest) {
+    std::memset(codes, 0, static_cast<std::size_t>(n));
+    return finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+  }
+  const float scale = top / 127.0f;
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
+  for (std::int64_t i = 0; i < n; ++i) {
+    codes[i] = static_cast<std::int8_t>(static_cast<std::int32_t>((source[i] / scale + kMagic) - kMagic));
+  }
+  return scale;
+}
+
+void write_codes(const CacheRows& rows, const float* source, char* target) {
+  char* scales = target + rows.heads * rows.dim;
+  for (std::int64_t head = 0; head < rows.heads; ++head) {
+    for (std::int64_t begin = 0; begin < rows.dim; begin += kScaleGroup, scales += 4) {
+      const std::int64_t at = head * rows.dim + begin, n = std::min(kScaleGroup, rows.dim - begin);
+      const float scale = write_group(source + at, n, reinterpret_cast<std::int8_t*>(target) + at);
+      std::memcpy(scales, &scale, 4);
+    }
+  }
+  write_bf16(source + rows.heads * rows.dim, rows.exact, scales);
+}
+
 }  // namespace
 
 void Device::attend(const AttentionArgs& args, const Sequences& sequences) {
@@ -154,18 +200,19 @@ void Device::attend(const AttentionArgs& args, const Sequences& sequences) {
   });
 }
 
-void Device::cache_write(void* cache, Kind kind, const float* rows, const std::int64_t* slots, std::int64_t n,
-                         std::int64_t width) {
+void Device::cache_write(const CacheRows& cache, const float* rows, const std::int64_t* slots, std::int64_t n) {
+  const std::int64_t width = cache.heads * cache.dim + cache.exact;
   const std::int64_t step = std::max<std::int64_t>(1, kChunk / std::max<std::int64_t>(1, width));
-  parallel_for(pool_, (n + step - 1) / step, [&](std::int64_t chunk) {
+  parallel_for(pool_, ceil_div(n, step), [&](std::int64_t chunk) {
     for (std::int64_t r = chunk * step; r < std::min(n, (chunk + 1) * step); ++r) {
+      char* target = const_cast<char*>(cache.data) + slots[r] * cache.stride;
       const float* source = rows + r * width;
-      if (kind == Kind::f32) {
-        std::memcpy(static_cast<float*>(cache) + slots[r] * width, source,
-                    sizeof(float) * static_cast<std::size_t>(width));
+      if (cache.kind == CacheKind::f32) {
+        std::memcpy(target, source, sizeof(float) * static_cast<std::size_t>(width));
+      } else if (cache.kind == CacheKind::bf16) {
+        write_bf16(source, width, target);
       } else {
-        std::uint16_t* target = static_cast<std::uint16_t*>(cache) + slots[r] * width;
-        for (std::int64_t i = 0; i < width; ++i) target[i] = to_bf16(source[i]);
+        write_codes(cache, source, target);
       }
     }
   });

@@ -153,7 +153,7 @@ static Work make_work(const AttentionArgs& args, const AttentionTask& task) {
   work.key_dim = pad_channels(args.key_dim);
   work.value_dim = pad_channels(args.value_dim);
   work.key_stride = tile_stride(args.key_dim);
-  const bool shared = args.keys == args.values;
+  const bool shared = args.keys.data == args.values.data;
   work.value_stride = shared ? work.key_stride : tile_stride(args.value_dim);
   work.keys = task.scratch;
   work.values = shared ? work.keys : work.keys + kTile * work.key_stride;
@@ -214,10 +214,6 @@ static void fold_tile(const AttentionArgs& args, const AttentionTask& task, cons
 static void run_split(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t begin,
                       std::int64_t end) {
   const std::int64_t group = task.head / (args.heads / args.groups), pairs = task.rows * task.heads;
-  const TileSource keys{static_cast<const char*>(args.keys), args.kind, args.key_stride, group * args.key_dim,
-                        args.key_dim};
-  const TileSource values{static_cast<const char*>(args.values), args.kind, args.value_stride, group * args.value_dim,
-                          args.value_dim};
   for (std::int64_t p = 0; p < pairs; ++p) {
     work.now.top[p] = -__builtin_inff();
     work.now.total[p] = 0.0f;
@@ -228,14 +224,14 @@ static void run_split(const AttentionArgs& args, const AttentionTask& task, cons
   for (std::int64_t first = begin; first < end; first += kTile) {
     const int turn = static_cast<int>((first - begin) / kTile % 2);
     const int count = static_cast<int>(end - first < kTile ? end - first : kTile);
-    load_tile(keys, slots[turn], count, work.keys);
-    if (work.values != work.keys) load_tile(values, slots[turn], count, work.values);
+    load_tile(args.keys, slots[turn], count, group, work.keys);
+    if (work.values != work.keys) load_tile(args.values, slots[turn], count, group, work.values);
     if (first + kTile < end) {
       const std::int64_t left = end - first - kTile;
       const int ahead = static_cast<int>(left < kTile ? left : kTile);
       find_slots(args, task, first + kTile, ahead, slots[1 - turn]);
-      prefetch_tile(keys, slots[1 - turn], ahead);
-      if (work.values != work.keys) prefetch_tile(values, slots[1 - turn], ahead);
+      prefetch_tile(args.keys, slots[1 - turn], ahead, group);
+      if (work.values != work.keys) prefetch_tile(args.values, slots[1 - turn], ahead, group);
     }
     fold_tile(args, task, work, first);
   }

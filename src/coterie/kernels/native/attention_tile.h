@@ -6,18 +6,6 @@
 
 constexpr int kTile = 64;
 
-// A stream as a task reads it: the channels [offset, offset + dim) of each slot.
-struct TileSource {
-  const char* data;
-  Kind kind;
-  std::int64_t stride, offset, dim;  // in elements
-};
-
-COTERIE_INLINE const char* tile_row(const TileSource& source, std::int64_t slot) {
-  const std::int64_t bytes = source.kind == Kind::f32 ? 4 : 2;
-  return source.data + (slot * source.stride + source.offset) * bytes;
-}
-
 // Slots of the positions [first, first + count).
 static void find_slots(const AttentionArgs& args, const AttentionTask& task, std::int64_t first, int count,
                        std::int64_t* slots) {
@@ -44,23 +32,65 @@ COTERIE_INLINE void widen_row(const T* source, std::int64_t dim, float* out) {
   for (; i < pad_channels(dim); i += kLanes) store(out + i, Vec{});
 }
 
-static void load_tile(const TileSource& source, const std::int64_t* slots, int count, float* tile) {
-  const std::int64_t stride = tile_stride(source.dim);
-  for (int j = 0; j < count; ++j) {
-    const char* row = tile_row(source, slots[j]);
-    if (source.kind == Kind::f32) {
-      widen_row(reinterpret_cast<const float*>(row), source.dim, tile + j * stride);
-    } else {
-      widen_row(reinterpret_cast<const std::uint16_t*>(row), source.dim, tile + j * stride);
+typedef std::int8_t VecCodes __attribute__((vector_size(kLanes)));
+
+COTERIE_INLINE float widen_one(std::uint16_t half) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+// Codes of one head: each group of channels times its scale.
+COTERIE_INLINE void widen_codes(const std::int8_t* codes, const char* scales, std::int64_t dim, float* out) {
+  for (std::int64_t begin = 0; begin < dim; begin += kScaleGroup) {
+    float scale;
+    std::memcpy(&scale, scales + begin / kScaleGroup * 4, 4);
+    const std::int64_t end = dim - begin < kScaleGroup ? dim : begin + kScaleGroup;
+    std::int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      VecCodes group;
+      std::memcpy(&group, codes + i, sizeof group);
+      store(out + i, __builtin_convertvector(__builtin_convertvector(group, VecI), Vec) * splat(scale));
     }
+    for (; i < end; ++i) out[i] = static_cast<float>(codes[i]) * scale;
   }
 }
 
-// Asks for the rows of a later tile, so that memory answers while this one is computed.
-static void prefetch_tile(const TileSource& source, const std::int64_t* slots, int count) {
-  const std::int64_t bytes = source.dim * (source.kind == Kind::f32 ? 4 : 2);
+// Head `head` of the row in `slot`: its channels, the exact ones after them, zeros up to whole vectors.
+COTERIE_INLINE void load_row(const CacheRows& rows, std::int64_t slot, std::int64_t head, float* out) {
+  const char* row = rows.data + slot * rows.stride;
+  const std::int64_t width = rows.dim + rows.exact, first = head * rows.dim;
+  if (rows.kind == CacheKind::f32) {
+    widen_row(reinterpret_cast<const float*>(row) + first, width, out);
+  } else if (rows.kind == CacheKind::bf16) {
+    widen_row(reinterpret_cast<const std::uint16_t*>(row) + first, width, out);
+  } else {
+    const std::int64_t codes = rows.heads * rows.dim, groups = scale_groups(rows.dim);
+    widen_codes(reinterpret_cast<const std::int8_t*>(row) + first, row + codes + head * groups * 4, rows.dim, out);
+    const char* exact = row + codes + rows.heads * groups * 4;
+    for (std::int64_t i = rows.dim; i < width; ++i, exact += 2) {
+      std::uint16_t half;
+      std::memcpy(&half, exact, 2);
+      out[i] = widen_one(half);
+    }
+    for (std::int64_t i = width; i < pad_channels(width); ++i) out[i] = 0.0f;
+  }
+}
+
+static void load_tile(const CacheRows& rows, const std::int64_t* slots, int count, std::int64_t head, float* tile) {
+  const std::int64_t stride = tile_stride(rows.dim + rows.exact);
+  for (int j = 0; j < count; ++j) load_row(rows, slots[j], head, tile + j * stride);
+}
+
+// Asks for the rows of a later tile, so that memory answers while this one is computed. Of
+// several heads only the channels of this one.
+static void prefetch_tile(const CacheRows& rows, const std::int64_t* slots, int count, std::int64_t head) {
+  const std::int64_t size = rows.kind == CacheKind::f32 ? 4 : rows.kind == CacheKind::bf16 ? 2 : 1;
+  const std::int64_t begin = head * rows.dim * size;
+  const std::int64_t bytes = rows.heads == 1 ? rows.stride : rows.dim * size;
   for (int j = 0; j < count; ++j) {
-    const char* row = tile_row(source, slots[j]);
+    const char* row = rows.data + slots[j] * rows.stride + begin;
     for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
   }
 }

@@ -76,14 +76,43 @@ void gqa_heads(Device& device, const In& x, const std::optional<In>& weight, con
                    n);
 }
 
-void cache_write(Device& device, const MutableStream& cache, const In& rows, const Rows& slots) {
-  const Kind kind = stream_kind("cache_write", cache);
-  const std::int64_t n = rows_of("cache_write", rows), width = static_cast<std::int64_t>(cache.shape(1));
-  expect("cache_write", "rows", rows, {n, width});
+// Reads an array as rows of `heads` equal heads and `exact` channels; float32, uint16 (bf16) or uint8 (int8 codes).
+template <class A>
+CacheRows cache_rows(const char* op, const A& array, std::int64_t heads, std::int64_t dim, std::int64_t exact) {
+  require(array.ndim() == 2, std::string(op) + ": a cache stream is [slots, width], not " + shape_text(array));
+  const auto width = static_cast<std::int64_t>(array.shape(1)), channels = heads * dim + exact;
+  CacheRows rows{static_cast<const char*>(array.data()), CacheKind::f32, 0, heads, dim, exact};
+  std::int64_t needed = channels;
+  if (array.dtype() == nb::dtype<float>()) {
+    rows.stride = 4 * width;
+  } else if (array.dtype() == nb::dtype<std::uint16_t>()) {
+    rows.kind = CacheKind::bf16;
+    rows.stride = 2 * width;
+  } else {
+    require(array.dtype() == nb::dtype<std::uint8_t>(),
+            std::string(op) + ": a cache stream is float32, uint16 (bf16) or uint8 (int8 rows)");
+    rows.kind = CacheKind::int8;
+    rows.stride = width;
+    needed = heads * (dim + 4 * scale_groups(dim)) + 2 * exact;
+  }
+  require(width == needed, std::string(op) + ": a stream " + shape_text(array) + " has rows of " +
+                               std::to_string(width) + ", needs " + std::to_string(needed) + " for " +
+                               std::to_string(channels) + " channels");
+  return rows;
+}
+
+void cache_write(Device& device, const MutableStream& cache, const In& rows, const Rows& slots, std::int64_t heads,
+                 std::int64_t exact) {
+  require(rows.ndim() == 2 && heads >= 1 && exact >= 0, "cache_write: rows are [T, channels] of at least one head");
+  const std::int64_t n = rows_of("cache_write", rows), channels = static_cast<std::int64_t>(rows.shape(1));
+  require(channels >= exact && (channels - exact) % heads == 0,
+          "cache_write: rows " + shape_text(rows) + " are not " + std::to_string(heads) + " equal heads and " +
+              std::to_string(exact) + " more");
+  const CacheRows target = cache_rows("cache_write", cache, heads, (channels - exact) / heads, exact);
   expect("cache_write", "slot_mapping", slots, {n});
   expect_range("cache_write", "slot_mapping", slots, static_cast<std::int64_t>(cache.shape(0)));
   const nb::gil_scoped_release release;
-  device.cache_write(cache.data(), kind, rows.data(), slots.data(), n, width);
+  device.cache_write(target, rows.data(), slots.data(), n);
 }
 
 // Where a step's rows stand: `blocks` and `page_size` only with a cache.
@@ -128,35 +157,25 @@ void check_layout(const Layout& layout, std::int64_t rows) {
 void attend(Device& device, const In& query, const Stream& keys, const std::optional<Stream>& values,
             const Layout& layout, const AttentionShape& s, const Out& out) {
   const std::int64_t n = rows_of("attend", query);
-  const Kind kind = stream_kind("attend", keys);
-  const Stream& value_rows = values ? *values : keys;
   require(s.groups >= 1 && s.heads % s.groups == 0, "attend: heads are no multiple of key heads");
+  require(values || s.groups == 1, "attend: without values there is one key head");
   expect("attend", "query", query, {n, s.heads, s.key_dim});
   expect("attend", "out", out, {n, s.heads, s.value_dim});
-  expect("attend", "keys", keys, {static_cast<std::int64_t>(keys.shape(0)), s.groups * s.key_dim});
-  require(stream_kind("attend", value_rows) == kind && value_rows.shape(0) == keys.shape(0),
+  const std::int64_t exact = values ? 0 : s.key_dim - s.value_dim;
+  require(exact >= 0, "attend: values are the first channels of the keys, " + std::to_string(s.value_dim) + " of " +
+                          std::to_string(s.key_dim));
+  const CacheRows key_rows = cache_rows("attend", keys, s.groups, s.key_dim - exact, exact);
+  const CacheRows value_rows = values ? cache_rows("attend", *values, s.groups, s.value_dim, 0) : key_rows;
+  require(value_rows.kind == key_rows.kind && (!values || values->shape(0) == keys.shape(0)),
           "attend: keys and values differ in kind or slots");
-  require(values ? static_cast<std::int64_t>(value_rows.shape(1)) == s.groups * s.value_dim : s.value_dim <= s.key_dim,
-          "attend: values are " + shape_text(value_rows) + " for heads of " + std::to_string(s.value_dim));
   check_layout(layout, n);
   if (layout.blocks) {
     check_blocks(layout, static_cast<std::int64_t>(keys.shape(0)));
   } else {
     require(static_cast<std::int64_t>(keys.shape(0)) == n, "attend: without a cache the keys are the step's own rows");
   }
-  AttentionArgs args{query.data(),
-                     keys.data(),
-                     value_rows.data(),
-                     kind,
-                     static_cast<std::int64_t>(keys.shape(1)),
-                     static_cast<std::int64_t>(value_rows.shape(1)),
-                     out.data(),
-                     s.heads,
-                     s.groups,
-                     s.key_dim,
-                     s.value_dim,
-                     s.scale,
-                     layout.page_size};
+  const AttentionArgs args{query.data(), key_rows, value_rows, out.data(), s.heads, s.groups, s.key_dim,
+                           s.value_dim,  s.scale,  layout.page_size};
   Sequences sequences{layout.query_start.data(), layout.positions.data(),
                       layout.blocks ? layout.blocks->data() : nullptr,
                       layout.blocks ? static_cast<std::int64_t>(layout.blocks->shape(1)) : 0,
@@ -200,7 +219,7 @@ void bind_attention(nb::module_& m, nb::class_<Device>& device) {
       .def("gqa_heads", &gqa_heads, nb::arg("x").noconvert(), nb::arg("weight").noconvert().none(), nb::arg("rope"),
            nb::arg("shape"), nb::arg("out").noconvert())
       .def("cache_write", &cache_write, nb::arg("cache").noconvert(), nb::arg("rows").noconvert(),
-           nb::arg("slots").noconvert())
+           nb::arg("slots").noconvert(), nb::arg("heads"), nb::arg("exact"))
       .def("attend", &attend, nb::arg("query").noconvert(), nb::arg("keys").noconvert(),
            nb::arg("values").noconvert().none(), nb::arg("layout"), nb::arg("shape"), nb::arg("out").noconvert());
 }

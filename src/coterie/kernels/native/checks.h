@@ -65,15 +65,6 @@ void expect_range(const char* op, const char* name, const A& array, std::int64_t
   }
 }
 
-template <class A>
-Kind stream_kind(const char* op, const A& array) {
-  require(array.ndim() == 2, std::string(op) + ": a cache stream is [slots, width], not " + shape_text(array));
-  if (array.dtype() == nb::dtype<float>()) return Kind::f32;
-  require(array.dtype() == nb::dtype<std::uint16_t>(),
-          std::string(op) + ": a cache stream is float32 or uint16 (bf16)");
-  return Kind::bf16;
-}
-
 inline void expect_bank(const char* op, const Bank& bank, std::int64_t count, std::int64_t rows, std::int64_t cols) {
   if (bank.count() == count && bank.rows() == rows && bank.cols() == cols) return;
   throw std::invalid_argument(std::string(op) + ": bank holds " + std::to_string(bank.count()) + " matrices [" +

@@ -95,14 +95,30 @@ struct HeadArgs {
   float eps;
 };
 
+enum class CacheKind : int { f32, bf16, int8 };
+
+// How rows of keys or values lie in memory: [slots, stride bytes], channels of `heads` heads of `dim`, then `exact` more
+// (the rope part of MLA). int8: codes of all heads, an f32 scale per head and kScaleGroup channels of it, and the exact
+// channels in bf16.
+struct CacheRows {
+  const char* data;
+  CacheKind kind;
+  std::int64_t stride;
+  std::int64_t heads, dim, exact;
+};
+
+inline constexpr std::int64_t kScaleGroup = 64;
+
+static constexpr std::int64_t scale_groups(std::int64_t dim) {
+  return (dim + kScaleGroup - 1) / kScaleGroup;
+}
+
 // Keys and values are cache streams read through block tables (block_tables != null), or the step's own rows.
 struct AttentionArgs {
   const float* query;  // [T, heads, key_dim]
-  const void* keys;
-  const void* values;
-  Kind kind;
-  std::int64_t key_stride, value_stride;  // elements from one slot to the next
-  float* out;                             // [T, heads, value_dim]
+  CacheRows keys;
+  CacheRows values;
+  float* out;  // [T, heads, value_dim]
   std::int64_t heads, groups, key_dim, value_dim;
   float scale;
   std::int64_t page_size;

@@ -96,8 +96,8 @@ class Device {
   void moe(const MoeArgs& args);
   void combine(const CombineArgs& args, std::int64_t rows);
   void sigmoid_scale(const float* x, const float* gate, float* out, std::int64_t rows, std::int64_t width);
-  void cache_write(void* cache, Kind kind, const float* rows, const std::int64_t* slots, std::int64_t n,
-                   std::int64_t width);
+  // Rows [n, heads * dim + exact] into `cache`, whose memory is cache.data.
+  void cache_write(const CacheRows& cache, const float* rows, const std::int64_t* slots, std::int64_t n);
 
  private:
   template <class F>
