@@ -8,6 +8,7 @@ import pytest
 
 from coterie.engine.config import EngineConfig
 from coterie.engine.resolve import DEFAULT_CONTEXT, Resolved, check_weights_fit, resolve
+from coterie.model.banks import RoleNeed
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec
 
@@ -87,8 +88,22 @@ def test_asked_capacity_is_kept() -> None:
 
 def test_weights_that_do_not_fit() -> None:
     spec = make_spec()
-    check_weights_fit(spec, EngineConfig(), spec.num_parameters * 2)
-    with pytest.raises(CoterieError, match="weights need"):
-        check_weights_fit(spec, EngineConfig(), spec.num_parameters * 2 - 1)
-    with pytest.raises(CoterieError, match="bfloat16"):
-        check_weights_fit(spec, EngineConfig(dtype="float32"), spec.num_parameters * 2)
+    values = 10**9
+    needs = (
+        RoleNeed("experts", "bf16", values, 2 * values),
+        RoleNeed("attention", "bf16", values // 10, values // 5),
+        RoleNeed("head", "bf16", values // 100, values // 50),
+        RoleNeed("embedding", "bf16", values // 100, values // 50),
+    )
+    whole = sum(need.nbytes for need in needs)
+    cache = 64 * 256
+    check_weights_fit(needs, spec, EngineConfig(), whole + cache)
+    with pytest.raises(CoterieError) as caught:
+        check_weights_fit(needs, spec, EngineConfig(), whole + cache - 1)
+    items = "experts 2.00 GB as bf16, attention 0.20 GB as bf16, head 0.02 GB as bf16, embedding 0.02 GB as bf16"
+    assert f"{items}, cache of 64 tokens 0.02 MB" in str(caught.value)
+    assert "ask for --experts int8, with which they need 1.06 GB" in str(caught.value)
+    with pytest.raises(CoterieError, match=r"ask for --experts int4, with which they need 0\.56 GB"):
+        check_weights_fit(needs, spec, EngineConfig(), whole - 10**9)
+    with pytest.raises(CoterieError, match=r"cache of 1000000 tokens 0\.51 GB.*use a smaller model"):
+        check_weights_fit(needs, spec, EngineConfig(kv_cache_tokens=10**6, dtype="float32"), 10**9)

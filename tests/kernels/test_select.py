@@ -21,7 +21,6 @@ def test_native_by_default_with_a_reason_for_everything() -> None:
         "backend": "native",
         "isa": machine().isa_levels[-1],
         "threads": str(machine().threads),
-        "activations": "float32",
     }
     assert all(choice.reason for choice in report)
     assert (kernels.isa, kernels.threads) == (values["isa"], machine().threads)

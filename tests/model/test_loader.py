@@ -699,7 +699,7 @@ from coterie.spec.model import *
 class Kernels:
     name = "numpy"
     def allocate(self, count, *specs): return tuple(np.zeros((count, m.rows, m.cols), np.uint16) for m in specs)
-    def fill(self, bank, index, row, values): bank[index, row:row + len(values)] = values.view(np.uint32) >> 16
+    def fill_bf16(self, bank, index, row, bits): bank[index, row:row + len(bits)] = bits
     def vector(self, values): return values
 
 attention = AttentionSpec("gqa", 4, 4, 64, 64, 0.1, RopeSpec(64, 1e4, False))

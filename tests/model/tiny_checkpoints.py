@@ -51,6 +51,14 @@ class FakeKernels:
         target = bank.values[index, row : row + len(values)]
         target[...] = values if bank.kind == "f32" else to_bits(values)
 
+    def fill_bf16(self, bank: FakeBank, index: int, row: int, bits: np.ndarray) -> None:
+        assert bits.dtype == np.uint16
+        self.fill(bank, index, row, from_bits(bits))
+
+    def measure(self, bank: FakeBank, index: int, row: int, values: np.ndarray) -> tuple[float, float]:
+        held = self.read(bank, index)[row : row + len(values)].astype(np.float64)
+        return float(((held - values) ** 2).sum()), float((values.astype(np.float64) ** 2).sum())
+
     def read(self, bank: FakeBank, index: int) -> np.ndarray:
         values = bank.values[index]
         return values.copy() if bank.kind == "f32" else from_bits(values)

@@ -48,7 +48,7 @@ class FiniteRange(click.FloatRange):
 
 def choice(field_name: str) -> click.Choice[str]:
     """The values that an EngineConfig field's Literal allows."""
-    return click.Choice(get_args(get_type_hints(EngineConfig)[field_name]))
+    return click.Choice([str(value) for value in get_args(get_type_hints(EngineConfig)[field_name])])
 
 
 ENGINE_OPTIONS: tuple[Decorator, ...] = (
@@ -56,6 +56,15 @@ ENGINE_OPTIONS: tuple[Decorator, ...] = (
                  help="native: C++ on numpy arrays. reference: torch, slow, the oracle."),
     click.option("--dtype", type=choice("dtype"), default=DEFAULTS.dtype, show_default=True,
                  help="Weights in memory; auto keeps what the files hold."),
+    click.option("--experts", type=choice("experts"), default=DEFAULTS.experts, show_default=True,
+                 help="Feed-forward weights in memory, quantised while loading; auto keeps what the files hold."),
+    click.option("--attention", type=choice("attention"), default=DEFAULTS.attention, show_default=True,
+                 help="Attention projections in memory."),
+    click.option("--head", type=choice("head"), default=DEFAULTS.head, show_default=True,
+                 help="Output head in memory; a tied one becomes a copy beside the embedding."),
+    click.option("--group", type=choice("group"), default=str(DEFAULTS.group), show_default=True,
+                 callback=lambda context, parameter, value: int(value),
+                 help="Inputs that share a scale in int8 and int4 weights."),
     click.option("--kv-cache-dtype", type=choice("kv_cache_dtype"), default=DEFAULTS.kv_cache_dtype, show_default=True,
                  help="Cache rows. int8: about half of bfloat16; MLA's rope part stays bfloat16."),
     click.option("--load-format", type=choice("load_format"), default=DEFAULTS.load_format, show_default=True,

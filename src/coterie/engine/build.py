@@ -16,6 +16,7 @@ from coterie.comm.transport import LocalTransport
 from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
 from coterie.engine.memory import available_memory
+from coterie.engine.report import weight_choices
 from coterie.engine.resolve import Resolved, check_config, check_weights_fit, resolve
 from coterie.engine.runner import ModelRunner
 from coterie.engine.sampler import Sampler
@@ -104,7 +105,6 @@ def build_engine(
     files = source if isinstance(source, ModelFiles) else open_model(source, strict=config.strict)
     spec = files.spec
     check_config(spec, config)
-    check_weights_fit(spec, config, available_memory())
     kernels, chosen = select(config.backend, threads=config.threads, isa=config.isa)
     loaded = _load(files, config, kernels, progress)
     resolved = resolve(spec, config, loaded.kind, available_memory())
@@ -120,8 +120,7 @@ def build_engine(
     scheduler = Scheduler(limits, BlockPool(resolved.num_blocks), files.eos_token_ids)
     sampler = Sampler(files.eos_token_ids, files.num_generated_ids)
     core = EngineCore(scheduler, runner, sampler, vocab_size=spec.vocab_size, max_model_len=resolved.max_model_len)
-    weights = Choice("weights", loaded.kind, "asked for" if config.dtype != "auto" else "as the files hold them")
-    report = (*chosen, weights, *resolved.report, *_notes(spec))
+    report = (*chosen, *weight_choices(loaded, config, kernels), *resolved.report, *_notes(spec))
     return core, EngineInfo(files, config, resolved.max_model_len, report, tuple(loaded.report.lines()))
 
 
@@ -135,7 +134,9 @@ def _load(files: ModelFiles, config: EngineConfig, kernels: Kernels, progress: P
         files.spec,
         kernels,
         dtype=config.dtype,
+        quant=config.quant,
         load_format=config.load_format,
+        admit=lambda needs: check_weights_fit(needs, files.spec, config, available_memory()),
         progress=tell,
         seed=config.seed,
         strict=config.strict,

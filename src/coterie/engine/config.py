@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from coterie.spec.weights import DenseChoice, ExpertsChoice, QuantPlan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -31,3 +33,12 @@ class EngineConfig:
     isa: Literal["auto", "generic", "avx2", "avx512"] = "auto"
     seed: int = 0
     strict: bool = False
+    experts: ExpertsChoice = "auto"
+    attention: DenseChoice = "auto"
+    head: DenseChoice = "auto"
+    group: Literal[16, 32, 64, 128] = 32
+
+    @property
+    def quant(self) -> QuantPlan:
+        """The weight formats asked for."""
+        return QuantPlan(self.experts, self.attention, self.head, self.group)

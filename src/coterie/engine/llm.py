@@ -26,6 +26,7 @@ from coterie.engine.output import RequestOutput
 from coterie.engine.tracker import News, TrackedRequest, Tracker, collect
 from coterie.model.shipped import shipped_model_path
 from coterie.spec.errors import CoterieError
+from coterie.spec.weights import DenseChoice, ExpertsChoice
 
 Prompt = str | Sequence[int]
 
@@ -49,6 +50,10 @@ class EngineOptions(TypedDict, total=False):
     isa: Literal["auto", "generic", "avx2", "avx512"]
     seed: int
     strict: bool
+    experts: ExpertsChoice
+    attention: DenseChoice
+    head: DenseChoice
+    group: Literal[16, 32, 64, 128]
 
 
 class LLM:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from coterie.engine.config import EngineConfig
 from coterie.kernels.select import Choice
+from coterie.model.banks import RoleNeed
 from coterie.spec.cache import CacheKind
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
@@ -49,16 +50,29 @@ def check_config(spec: ModelSpec, config: EngineConfig) -> None:
         )
 
 
-def check_weights_fit(spec: ModelSpec, config: EngineConfig, available: int) -> None:
-    """Refuse a model whose weights alone are more than the memory. Raises `CoterieError` with the numbers."""
-    narrow = config.dtype == "bfloat16" or (config.dtype == "auto" and spec.dtype == "bfloat16")
-    needed = spec.weight_bytes(2 if narrow else 4)
-    if needed > available:
-        hint = "" if narrow else " (or dtype bfloat16, which needs half)"
-        raise CoterieError(
-            f"the weights need {gigabytes(needed)}, {gigabytes(available)} of memory can be had; "
-            f"use a smaller model or a larger machine{hint}"
-        )
+def check_weights_fit(needs: tuple[RoleNeed, ...], spec: ModelSpec, config: EngineConfig, available: int) -> None:
+    """Refuse weights and the least cache that are more than the memory. Raises `CoterieError` with every item."""
+    tokens = config.kv_cache_tokens or config.max_model_len or config.page_size
+    asked = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    cache = tokens * spec.cache_bytes_per_token("bf16" if asked == "auto" else KIND_OF_DTYPE[asked])
+    needed = cache + sum(need.nbytes for need in needs)
+    if needed <= available:
+        return
+    items = [f"{need.role} {gigabytes(need.nbytes)} as {need.label}" for need in needs]
+    items.append(f"cache of {tokens} tokens {gigabytes(cache)}")
+    rest = available - needed + next((need.nbytes for need in needs if need.role == "experts"), 0)
+    raise CoterieError(
+        f"the model needs {gigabytes(needed)}, {gigabytes(available)} of memory can be had: {', '.join(items)}; "
+        + _smaller(next((need.values for need in needs if need.role == "experts"), 0), rest)
+    )
+
+
+def _smaller(values: int, rest: int) -> str:
+    """What to change: the widest format of the experts with which everything else would still fit."""
+    for name, bits in (("bf16", 16.0), ("int8", 8.5), ("int4", 4.5)):
+        if 0 < values * bits / 8 <= rest:
+            return f"ask for --experts {name}, with which they need {gigabytes(int(values * bits / 8))}"
+    return "use a smaller model or a larger machine; --experts int4, --attention int8 and --head int8 need least"
 
 
 def resolve(spec: ModelSpec, config: EngineConfig, weight_kind: CacheKind, available: int) -> Resolved:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from coterie.cache.streams import PagedCache
 from coterie.engine.limits import Limits
-from coterie.model.names import weight_layout
+from coterie.model.names import own_head, weight_layout
 from coterie.model.transformer import Transformer
 from coterie.spec.model import ModelSpec, MoESpec
 
@@ -140,9 +140,12 @@ def held_banks(spec: ModelSpec, weights: Mapping[str, Any]) -> list[HeldBank]:
     """The main model's banks with their roles; a tied embedding is the head, another one costs no product."""
     routed = {f"layers.{index}.ffn.{end}": index for index, _ in spec.moe_layers() for end in ("gate_up", "down")}
     roles: dict[str, Role] = {"embed": "embedding", **dict.fromkeys(routed, "routed")}
-    roles["embed" if spec.tie_embeddings else "head"] = "head"
+    roles["head" if "head" in weights else "embed"] = "head"
     found = []
-    for key, size in weight_layout(spec, mtp=False).banks.items():
+    layout = weight_layout(spec, mtp=False)
+    if spec.tie_embeddings and "head" in weights:
+        own_head(layout)
+    for key, size in layout.banks.items():
         bank, layer = weights[key], routed.get(key, -1)
         products = size.rows * size.cols
         found.append(HeldBank(key, roles.get(key, "token"), bank.kind, memory_of(bank), size.count, products, layer))

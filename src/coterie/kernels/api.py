@@ -113,6 +113,10 @@ class Kernels(Protocol):
     def read(self, bank: Bank, index: int) -> HostArray:
         """Matrix `index` of a bank as float32 [rows, cols], dequantised (tests, export)."""
 
+    def measure(self, bank: Bank, index: int, row: int, values: HostArray) -> tuple[float, float]:
+        """How far the rows from `row` on lie from `values` [n, cols]: sums of squares of the differences and of the
+        values, in float64."""
+
     def vector(self, values: HostArray) -> Array:
         """A float32 vector (norm weight, bias, correction bias) in backend memory."""
 

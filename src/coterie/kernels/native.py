@@ -77,6 +77,9 @@ class NativeKernels:
         self._device.read(bank, index, out)
         return out
 
+    def measure(self, bank: _native.Bank, index: int, row: int, values: HostArray) -> tuple[float, float]:
+        return self._device.measure(bank, index, row, _floats(values))
+
     def vector(self, values: HostArray) -> Floats:
         return np.array(values, np.float32)
 

@@ -76,6 +76,11 @@ class ReferenceKernels:
     def read(self, bank: ReferenceBank, index: int) -> HostArray:
         return bank.values[index].float().numpy().copy()
 
+    def measure(self, bank: ReferenceBank, index: int, row: int, values: HostArray) -> tuple[float, float]:
+        held = bank.values[index, row : row + len(values)].double()
+        wanted = torch.from_numpy(np.array(values, np.float64))
+        return float(((held - wanted) ** 2).sum()), float((wanted**2).sum())
+
     def vector(self, values: HostArray) -> Tensor:
         return torch.from_numpy(np.array(values, np.float32)).to(self.dtype)
 

@@ -57,9 +57,8 @@ def _native(facts: Machine, threads: int | None, isa: str, dtype: str) -> tuple[
         raise CoterieError(f"backend 'native' computes in float32, not {dtype}; use backend 'reference' for float64")
     level = choose_isa(facts, isa)
     count = choose_thread_count(facts, threads)
-    activations = Choice("activations", "float32", "native's only type")
     kernels = NativeKernels(int(count.value), level.value)
-    return kernels, [Choice("backend", "native", "C++ on numpy arrays, the default"), level, count, activations]
+    return kernels, [Choice("backend", "native", "C++ on numpy arrays, the default"), level, count]
 
 
 def choose_isa(facts: Machine, isa: str) -> Choice:

@@ -16,18 +16,28 @@ from typing import Any
 import numpy as np
 
 from coterie.kernels.api import HostArray, Kernels
-from coterie.model.banks import BankFiller, must_be_whole
-from coterie.model.load_plan import DtypeChoice, bank_formats
-from coterie.model.names import TensorEntry, weight_layout
+from coterie.model.banks import BankFiller, RoleNeed, memory_needs, must_be_whole
+from coterie.model.load_plan import NO_QUANT, DtypeChoice, bank_formats, tied_head_differs
+from coterie.model.names import TensorEntry, own_head, weight_layout
 from coterie.spec.cache import CacheKind
 from coterie.spec.model import ModelSpec
-from coterie.spec.weights import BF16, WeightFormat
+from coterie.spec.weights import BF16, QuantPlan, WeightFormat
 
 POOL_VALUES = 1 << 21
 DRAWN_VALUES = 1 << 16
 """Tensors up to this size are drawn value by value."""
 PIECE_VALUES = 1 << 20
 NORM_NOISE, BIAS_STD = 0.1, 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DummyOptions:
+    """`dtype` "auto" follows the config; `quant` goes before it."""
+
+    dtype: DtypeChoice = "auto"
+    quant: QuantPlan = NO_QUANT
+    seed: int = 0
+    mtp: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +48,28 @@ class DummyWeights:
     kind: CacheKind
     tensors: int
     nbytes: int
+    needs: tuple[RoleNeed, ...]
 
 
 def dummy_weights(
     spec: ModelSpec,
     kernels: Kernels,
+    options: DummyOptions = DummyOptions(),
     *,
-    dtype: DtypeChoice = "auto",
-    seed: int = 0,
-    mtp: bool = True,
+    admit: Callable[[tuple[RoleNeed, ...]], None] = lambda needs: None,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> DummyWeights:
-    """Fill every bank and vector of `spec`; `dtype` "auto" follows the config. `on_progress(bytes, of, tensor)`."""
+    """Fill every bank and vector of `spec`. `admit` may refuse what they need; `on_progress(bytes, of, tensor)`."""
+    dtype, quant, seed = options.dtype, options.quant, options.seed
     if dtype == "auto":
         plain = spec.quantization is None and spec.dtype in ("float32", "float16")
         dtype = "float32" if plain else "bfloat16"
-    layout = weight_layout(spec, mtp=mtp)
-    formats = bank_formats(layout, dtype, {})
+    layout = weight_layout(spec, mtp=options.mtp)
+    if tied_head_differs(spec, quant):
+        own_head(layout)
+    formats = bank_formats(layout, dtype, {}, quant)
+    needs = memory_needs(layout, formats)
+    admit(needs)
     filler = BankFiller(kernels, layout, formats)
     pool = _Pool(seed)
     sizes = {name: _stored_bytes(entry, formats) for name, entry in layout.tensors.items()}
@@ -65,7 +80,7 @@ def dummy_weights(
         done += sizes[name]
         if on_progress is not None:
             on_progress(done, total, name)
-    return DummyWeights(filler.weights, "f32" if dtype == "float32" else "bf16", len(layout.tensors), total)
+    return DummyWeights(filler.weights, "f32" if dtype == "float32" else "bf16", len(layout.tensors), total, needs)
 
 
 def _stored_bytes(entry: TensorEntry, formats: dict[str, WeightFormat]) -> int:

@@ -20,6 +20,7 @@ from coterie.model.names import (
     canonical_name,
     file_name,
     fuse_experts,
+    own_head,
     prefixes_in,
     split_latent,
     weight_layout,
@@ -83,9 +84,11 @@ class LoadPlan:
     doubts: tuple[str, ...]
 
 
-def make_plan(checkpoint: Checkpoint, spec: ModelSpec, dtype: DtypeChoice, *, mtp: bool) -> LoadPlan:
+def make_plan(
+    checkpoint: Checkpoint, spec: ModelSpec, dtype: DtypeChoice, *, mtp: bool, quant: QuantPlan = NO_QUANT
+) -> LoadPlan:
     """Check a checkpoint against a spec; raises `LoadError` with every problem found."""
-    planner = _Planner(checkpoint, spec)
+    planner = _Planner(checkpoint, spec, quant)
     planner.choose_blocks(mtp)
     planner.check_query_projections()
     planner.tie_rule()
@@ -109,11 +112,16 @@ def bank_formats(
     return formats
 
 
+def tied_head_differs(spec: ModelSpec, quant: QuantPlan) -> bool:
+    """Whether a tied head is held a second time: as int8 it is, or a step would read the whole wide embedding."""
+    return spec.tie_embeddings and quant.head == "int8"
+
+
 class _Planner:
     """Working state of one `make_plan`: names in canonical spelling, and what has been claimed of them."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
-        self.checkpoint, self.spec = checkpoint, spec
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, quant: QuantPlan) -> None:
+        self.checkpoint, self.spec, self.quant = checkpoint, spec, quant
         self.problems: list[Problem] = []
         self.notes: list[str] = [*checkpoint.notes]
         self.doubts: list[str] = [*checkpoint.doubts]
@@ -158,6 +166,8 @@ class _Planner:
         self.layout = weight_layout(spec, mtp=self.mtp_present)
         fuse_experts(self.layout, names)
         split_latent(self.layout, names)
+        if tied_head_differs(spec, self.quant):
+            own_head(self.layout)
 
     def check_query_projections(self) -> None:
         """Refuse a layer that has both the single and the low-rank query projection."""
@@ -322,8 +332,8 @@ class _Planner:
             for part in item.entry.parts:
                 if part.bank in self.layout.banks:
                     stored.setdefault(part.bank, set()).add(item.tensor.dtype)
-        formats = bank_formats(self.layout, dtype, stored)
-        free = [key for key, size in self.layout.banks.items() if size.role != "router"]
+        formats = bank_formats(self.layout, dtype, stored, self.quant)
+        free = [key for key, size in self.layout.banks.items() if size.role != "router" and not formats[key].is_scaled]
         wide = sum(formats[key] == F32 for key in free)
         kind: CacheKind = "f32" if wide == len(free) else "bf16"
         if 0 < wide < len(free):

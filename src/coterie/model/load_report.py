@@ -20,12 +20,23 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """`tensors` tensors stored as `stored` are held as `kind`, a format's label; `exact`: nothing was rounded."""
+    """`tensors` tensors stored as `stored` are held as `kind`, a format's label; `exact`: nothing was rounded.
+
+    `error`: root of the squared error over the squared values, of the rows that were sampled; None if unmeasured.
+    """
 
     stored: str
     kind: str
     exact: bool
     tensors: int
+    error: float | None = None
+
+    def line(self) -> str:
+        """One line for a person."""
+        how = "exact" if self.exact else "rounded"
+        if self.error is not None:
+            how += f", relative error {self.error:.2g}"
+        return f"{self.tensors} tensors {self.stored} -> {self.kind}: {how}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +67,7 @@ class LoadReport:
             f"{self.tensors} tensors, {self.nbytes / 1e9:.2f} GB from {len(self.files)} file(s) in "
             f"{self.seconds:.1f} s ({self.gb_per_s:.2f} GB/s; {split})"
         ]
-        for item in self.conversions:
-            lines.append(f"{item.tensors} tensors {item.stored} -> {item.kind}: {'exact' if item.exact else 'rounded'}")
+        lines.extend(item.line() for item in self.conversions)
         for skip in self.skipped:
             lines.append(
                 f"skipped {skip.tensors} tensors ({skip.nbytes / 1e6:.1f} MB): {skip.reason}, e.g. {skip.example}"

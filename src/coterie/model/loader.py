@@ -13,26 +13,32 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from coterie.kernels.api import HostArray, Kernels
-from coterie.model.banks import BankFiller, must_be_whole
+from coterie.kernels.api import Kernels
+from coterie.model.banks import BankFiller, RoleNeed, Rows, memory_needs, must_be_whole
 from coterie.model.checkpoint import open_checkpoint
 from coterie.model.dequant import PLAIN_DTYPES, BlockScale, dequantize_rows, to_float32
-from coterie.model.dummy import dummy_weights
+from coterie.model.dummy import DummyOptions, dummy_weights
 from coterie.model.formats.ggml import expand
-from coterie.model.load_plan import DtypeChoice, LoadPlan, PlannedTensor, Skipped, check_strict, make_plan
+from coterie.model.load_plan import NO_QUANT, DtypeChoice, LoadPlan, PlannedTensor, Skipped, check_strict, make_plan
 from coterie.model.load_report import Conversion, LoadProgress, LoadReport
 from coterie.model.safetensors_io import LoadError, Piece, RawBytes, ReadStats, StoredTensor, split_rows, stream
 from coterie.spec.cache import CacheKind
 from coterie.spec.model import Fp8BlockQuant, ModelSpec
-from coterie.spec.weights import BF16, F32
+from coterie.spec.weights import BF16, F32, QuantPlan, WeightFormat
 
 __all__ = ["LoadError", "LoadProgress", "LoadReport", "LoadedWeights", "load_weights"]
 
 ProgressCallback = Callable[[LoadProgress], None]
+
+Admission = Callable[[tuple[RoleNeed, ...]], None]
+"""Told what the weights need before anything is allocated; may raise."""
+
+SAMPLED_PIECES = 32
+"""One in so many rounded pieces is compared with what was kept of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,7 @@ class LoadedWeights:
     weights: dict[str, Any]
     kind: CacheKind
     report: LoadReport
+    needs: tuple[RoleNeed, ...] = ()
 
 
 def load_weights(
@@ -50,7 +57,9 @@ def load_weights(
     kernels: Kernels,
     *,
     dtype: DtypeChoice = "auto",
+    quant: QuantPlan = NO_QUANT,
     load_format: Literal["auto", "dummy"] = "auto",
+    admit: Admission = lambda needs: None,
     progress: ProgressCallback | None = None,
     mtp: bool = True,
     seed: int = 0,
@@ -59,17 +68,21 @@ def load_weights(
     """Load the weights of `spec` from a folder or file, or make random ones (`load_format="dummy"`, `seed`).
 
     `dtype` "auto" narrows nothing: float32 and float16 checkpoints stay float32, bfloat16 and FP8 become bfloat16.
+    `quant` goes before it where it says something. `admit` sees what the weights need and may refuse.
     `strict` refuses doubtful checkpoints (stray files, a tied head that differs, ...). Raises `LoadError` with all
     problems before anything is allocated.
     """
     if load_format == "dummy":
-        return _load_dummy(spec, kernels, dtype, seed, progress, mtp)
+        random = DummyOptions(dtype=dtype, quant=quant, seed=seed, mtp=mtp)
+        return _load_dummy(spec, kernels, random, admit, progress)
     if path is None:
         raise LoadError("no weights were given: pass a model folder, or load_format 'dummy' for random weights")
     checkpoint = open_checkpoint(Path(path))
-    plan = make_plan(checkpoint, spec, dtype, mtp=mtp)
+    plan = make_plan(checkpoint, spec, dtype, mtp=mtp, quant=quant)
     if strict:
         check_strict(plan)
+    needs = memory_needs(plan.layout, plan.bank_formats)
+    admit(needs)
     load = _Load(plan, spec, kernels, progress)
     load.run()
     doubts = load.compare_copies()
@@ -86,15 +99,15 @@ def load_weights(
         notes=(*plan.notes, *plan.doubts, *doubts, *load.notes),
         mtp_present=plan.mtp_present,
     )
-    return LoadedWeights(load.filler.weights, plan.kind, report)
+    return LoadedWeights(load.filler.weights, plan.kind, report, needs)
 
 
 def _load_dummy(
-    spec: ModelSpec, kernels: Kernels, dtype: DtypeChoice, seed: int, progress: ProgressCallback | None, mtp: bool
+    spec: ModelSpec, kernels: Kernels, options: DummyOptions, admit: Admission, progress: ProgressCallback | None
 ) -> LoadedWeights:
     began = time.perf_counter()
     clock = _Clock(progress)
-    made = dummy_weights(spec, kernels, dtype=dtype, seed=seed, mtp=mtp, on_progress=clock.tick)
+    made = dummy_weights(spec, kernels, options, admit=admit, on_progress=clock.tick)
     clock.tick(made.nbytes, made.nbytes, "")
     report = LoadReport(
         files=(),
@@ -104,13 +117,13 @@ def _load_dummy(
         read_seconds=0.0,
         conversions=(),
         skipped=(),
-        notes=(f"random weights from seed {seed}: the model's output has no meaning",),
-        mtp_present=mtp and bool(spec.mtp_layers),
+        notes=(f"random weights from seed {options.seed}: the model's output has no meaning",),
+        mtp_present=options.mtp and bool(spec.mtp_layers),
     )
-    return LoadedWeights(made.weights, made.kind, report)
+    return LoadedWeights(made.weights, made.kind, report, made.needs)
 
 
-def unpair(values: HostArray, tensor: StoredTensor) -> HostArray:
+def unpair(values: Rows, tensor: StoredTensor) -> Rows:
     """Whole runs of rows (or a vector's values) in the model's order; see `StoredTensor.pair_rows`."""
     run = tensor.pair_rows
     if not run:
@@ -135,6 +148,14 @@ class _Clock:
         self.callback(LoadProgress(done, total, rate, eta, tensor))
 
 
+class _Conversion(NamedTuple):
+    """How a tensor is stored, the label of the format it is held in, whether that loses nothing."""
+
+    stored: str
+    held: str
+    exact: bool
+
+
 class _Load:
     """One run through the planned tensors."""
 
@@ -148,7 +169,9 @@ class _Load:
         self.seconds = 0.0
         self.skipped: list[Skipped] = []
         self.notes: list[str] = []
-        self._conversions: Counter[tuple[str, str, bool]] = Counter()
+        self._conversions: Counter[_Conversion] = Counter()
+        self._pieces_of: Counter[_Conversion] = Counter()
+        self._errors: dict[_Conversion, tuple[float, float]] = {}
         self._by_name = {item.tensor.name: item for item in plan.tensors}
         compared = {name for pair in plan.comparisons for name in (pair.copy, pair.original)}
         self._digests = {name: hashlib.blake2b() for name in compared}
@@ -192,11 +215,11 @@ class _Load:
         if item is None:
             self.scales[name] = self._scale(piece.tensor, raw)
         elif item.entry.parts:
-            self.filler.put(item.entry, piece.row, self._decode(item, piece, raw))
-            if piece.is_last:
-                self._count(item)
-                if item.scale is not None:
-                    del self.scales[item.scale.name]
+            values = self._decode(item, piece, raw)
+            self.filler.put(item.entry, piece.row, values)
+            self._count(item, piece, values)
+            if piece.is_last and item.scale is not None:
+                del self.scales[item.scale.name]
 
     def _scale(self, tensor: StoredTensor, raw: RawBytes) -> BlockScale:
         table = to_float32(raw, tensor.dtype).reshape(tensor.matrix_shape).copy()
@@ -206,11 +229,14 @@ class _Load:
             )
         return BlockScale(table, self.block)
 
-    def _decode(self, item: PlannedTensor, piece: Piece, raw: RawBytes) -> HostArray:
+    def _decode(self, item: PlannedTensor, piece: Piece, raw: RawBytes) -> Rows:
         shape = (piece.rows, item.tensor.matrix_shape[1])
         if item.scale is not None:
             return dequantize_rows(raw.reshape(shape), piece.row, self.scales[item.scale.name])
-        if item.tensor.dtype in PLAIN_DTYPES:
+        values: Rows
+        if item.tensor.dtype == "BF16":
+            values = raw.view("<u2").reshape(shape)
+        elif item.tensor.dtype in PLAIN_DTYPES:
             values = to_float32(raw, item.tensor.dtype).reshape(shape)
         else:
             values = expand(raw, item.tensor.dtype, piece.rows)
@@ -219,19 +245,37 @@ class _Load:
                 raise LoadError(f"{where} holds NaN or infinity in rows {piece.row} and on: damaged checkpoint")
         return unpair(values, item.tensor)
 
-    def _count(self, item: PlannedTensor) -> None:
-        held = self.plan.bank_formats.get(item.entry.parts[0].bank, F32)
+    def _count(self, item: PlannedTensor, piece: Piece, values: Rows) -> None:
+        """Book what the tensor became, and measure the loss of some pieces that were rounded."""
+        formats = self.plan.bank_formats
+        for held in dict.fromkeys(formats.get(part.bank, F32) for part in item.entry.parts):
+            kind = self._conversion(item, held)
+            if piece.is_last:
+                self._conversions[kind] += 1
+            if kind.exact:
+                continue
+            if self._pieces_of[kind] % SAMPLED_PIECES == 0:
+                parts = [part for part in item.entry.parts if formats.get(part.bank) == held]
+                sums = [self.filler.error(part, piece.row, values) for part in parts]
+                error, total = self._errors.get(kind, (0.0, 0.0))
+                self._errors[kind] = (error + sum(pair[0] for pair in sums), total + sum(pair[1] for pair in sums))
+            self._pieces_of[kind] += 1
+
+    def _conversion(self, item: PlannedTensor, held: WeightFormat) -> _Conversion:
         stored = item.tensor.dtype
-        if item.scale is not None:
-            exact = self.scales[item.scale.name].is_power_of_two and not held.is_scaled
-            stored = f"{stored} x {item.scale.dtype} block scales"
-        else:
-            exact = held == F32 or (held == BF16 and stored == "BF16")
-        self._conversions[stored, held.label(), exact] += 1
+        if item.scale is None:
+            return _Conversion(stored, held.label(), held == F32 or (held == BF16 and stored == "BF16"))
+        exact = not held.is_scaled and self.scales[item.scale.name].is_power_of_two
+        return _Conversion(f"{stored} x {item.scale.dtype} block scales", held.label(), exact)
 
     def conversions(self) -> tuple[Conversion, ...]:
         """Most frequent first."""
-        return tuple(Conversion(*key, count) for key, count in self._conversions.most_common())
+        found = []
+        for kind, count in self._conversions.most_common():
+            error, total = self._errors.get(kind, (0.0, 0.0))
+            loss = (error / total) ** 0.5 if total > 0 else None
+            found.append(Conversion(kind.stored, kind.held, kind.exact, count, loss))
+        return tuple(found)
 
     def compare_copies(self) -> list[str]:
         """Settle the plan's comparisons: equal copies are listed as skipped; a differing one is a note, or a doubt."""

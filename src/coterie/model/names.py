@@ -96,6 +96,14 @@ def weight_layout(spec: ModelSpec, *, mtp: bool = True) -> WeightLayout:
     return layout
 
 
+def own_head(layout: WeightLayout) -> None:
+    """Give a tied model a head of its own, filled by the embedding's tensor, so that the two may differ in format."""
+    embed = layout.banks["embed"]
+    layout.banks["head"] = BankSpec(1, embed.rows, embed.cols, "head")
+    entry = layout.tensors["model.embed_tokens.weight"]
+    layout.tensors["model.embed_tokens.weight"] = TensorEntry(entry.shape, (*entry.parts, Part("head")))
+
+
 def _mtp(layout: WeightLayout, depth: int, source: str, layer: LayerSpec, spec: ModelSpec) -> None:
     key, hidden = f"mtp.{depth}", spec.hidden_size
     layout.vector(f"{key}.enorm", f"{source}.enorm.weight", hidden)

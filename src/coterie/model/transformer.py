@@ -78,7 +78,7 @@ class Transformer:
         self.weights = {key: value for key, value in weights.items() if not key.startswith("mtp.")}
         self.runtime = runtime
         self.embedding: Bank = weights["embed"]
-        self.head: Bank = weights["embed"] if spec.tie_embeddings else weights["head"]
+        self.head: Bank = weights["head"] if "head" in weights else weights["embed"]
         self.norm: Array = weights["norm"]
         builder = LayerBuilder(spec, weights, runtime, max_positions or spec.max_positions)
         self.layers = [builder.layer(f"layers.{i}", i, layer) for i, layer in enumerate(spec.layers)]

@@ -54,6 +54,9 @@ class TrainKernels:
     ) -> None:
         raise NotImplementedError("training holds float32 weights: load an unquantised checkpoint")
 
+    def measure(self, bank: Parameter, index: int, row: int, values: HostArray) -> tuple[float, float]:
+        raise NotImplementedError("training holds float32 weights: nothing is rounded")
+
     def read(self, bank: Parameter, index: int) -> HostArray:
         out: HostArray = bank[index].detach().numpy().copy()
         return out

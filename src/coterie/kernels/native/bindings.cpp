@@ -284,6 +284,7 @@ NB_MODULE(_native, m) {
            nb::arg("out").noconvert())
       .def("probe", &run_probe, "kind"_a, "nbytes"_a, "rounds"_a);
   bind_weights(m, device);
+  bind_disk(m, device);
   bind_attention(m, device);
 }
 

@@ -7,5 +7,6 @@
 namespace coterie {
 
 void bind_weights(nb::module_& m, nb::class_<Device>& device);
+void bind_disk(nb::module_& m, nb::class_<Device>& device);
 
 }  // namespace coterie

@@ -1,0 +1,57 @@
+"""What an engine says about its weights and activations: one line a role, with bytes; what rounding costs is measured.
+
+Facts and one measurement through the kernels; nothing is chosen here (`engine/resolve.py`, `model/load_plan.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from coterie.engine.config import EngineConfig
+from coterie.engine.resolve import gigabytes
+from coterie.kernels.api import Kernels
+from coterie.kernels.select import Choice
+from coterie.model.loader import LoadedWeights
+from coterie.spec.weights import MatrixSpec, WeightFormat
+
+_COLS, _ROWS = 256, 64
+
+
+def weight_choices(loaded: LoadedWeights, config: EngineConfig, kernels: Kernels) -> tuple[Choice, ...]:
+    """Lines for all weights, for each role, and for the activations that they are multiplied with."""
+    total = sum(need.nbytes for need in loaded.needs)
+    reason = "asked for" if config.dtype != "auto" else "as the files hold them"
+    lines = [Choice("weights", loaded.kind, f"{reason}; {gigabytes(total)} in all")]
+    asked: Mapping[str, str] = {"experts": config.experts, "attention": config.attention, "head": config.head}
+    for need in loaded.needs:
+        why = "asked for" if asked.get(need.role, "auto") != "auto" else reason
+        if need.role == "router":
+            why = "never narrowed"
+        lines.append(Choice(f"weights of {need.role}", need.label, f"{why}; {gigabytes(need.nbytes)}"))
+    return (*lines, *activation_choices(loaded.weights, kernels))
+
+
+def activation_choices(weights: Mapping[str, Any], kernels: Kernels) -> tuple[Choice, ...]:
+    """How native holds the rows of products: int8 before integer kinds of weights, else float32."""
+    if kernels.name != "native":
+        return ()  # said where the backend was chosen
+    integer = {"int8", "code4", "affine4", "affine8"}
+    if not any(getattr(bank, "kind", "") in integer for bank in weights.values()):
+        return (Choice("activations", "float32", "exact products; no weights of an integer kind"),)
+    error = activation_error(kernels)
+    reason = f"for integer kinds of weights; relative error {error:.2g}, measured on normal rows; float32 elsewhere"
+    return (Choice("activations", "int8 per token in groups of 128", reason),)
+
+
+def activation_error(kernels: Kernels) -> float:
+    """Relative error (root of squared error over squared values) of normal rows that went through an identity."""
+    (bank,) = kernels.allocate(1, MatrixSpec(_COLS, _COLS, WeightFormat("int8", 128)))
+    codes = np.full((_COLS, _COLS), 128, np.uint8)
+    np.fill_diagonal(codes, 129)
+    kernels.fill_codes(bank, 0, 0, codes, np.ones((_COLS, _COLS // 128), np.float32), None)
+    rows = np.random.default_rng(0).standard_normal((_ROWS, _COLS)).astype(np.float32)
+    out = kernels.to_host(kernels.linear(rows, bank)).astype(np.float64)
+    return float(np.sqrt(((out - rows) ** 2).sum() / (rows.astype(np.float64) ** 2).sum()))
