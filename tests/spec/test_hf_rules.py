@@ -275,7 +275,7 @@ def test_normalising_and_scaling_are_two_switches() -> None:
         ("dots.llm1.inst", {"sliding_window": 4096, "max_window_layers": 30}),
         ("deepseek-v3", {"qk_head_dim": 128}),
         ("deepseek-v3", {"qk_rope_head_dim": 63}),
-        ("deepseek-v3", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
         ("deepseek-v3", {"quantization_config": {"quant_method": "compressed-tensors"}}),
         ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}),
         ("deepseek-v3", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}),

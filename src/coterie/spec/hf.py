@@ -15,9 +15,10 @@ from typing import Any
 
 from coterie.spec.errors import SpecError
 from coterie.spec.families import FAMILIES, MISSING, Family, RouterRule
-from coterie.spec.fields import Fields, is_harmless, is_integer, same_value, says_nothing
+from coterie.spec.fields import Fields, is_harmless, is_integer, same_value
+from coterie.spec.hf_quant import read_quantization
 from coterie.spec.hf_rope import read_rope, rope_spec, softmax_factor
-from coterie.spec.model import AttentionSpec, DenseSpec, Fp8BlockQuant, LayerSpec, ModelSpec, MoESpec
+from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_LAYERS = 10_000
@@ -26,12 +27,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _INHERITED = frozenset(
     {"tie_word_embeddings", "quantization_config", "torch_dtype", "dtype", "bos_token_id", "eos_token_id"}
 )
-_FP8_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "fmt": (None, "e4m3"),
-    "activation_scheme": (None, "dynamic"),
-    "scale_fmt": (None, "float", "ue8m0"),
-}
-_FP8_KEYS = frozenset({"quant_method", "weight_block_size", "modules_to_not_convert", "ignored_layers", *_FP8_VALUES})
 
 
 def spec_from_hf(source: str | Path | Mapping[str, Any], *, strict: bool = False) -> ModelSpec:
@@ -66,7 +61,9 @@ def spec_from_hf(source: str | Path | Mapping[str, Any], *, strict: bool = False
         bos_token_id=fields.optional_integer("bos_token_id", 0),
         eos_token_ids=_eos(fields),
         dtype=_dtype(fields),
-        quantization=_quantization(fields),
+        quantization=read_quantization(
+            fields.owner, fields.raw("quantization_config") if "quantization_config" in fields else None
+        ),
     )
     skipped = _MLA_SKIPPED if family.attention == "mla" else ()
     left = fields.finish(skipped, strict=strict)
@@ -346,25 +343,3 @@ def _dtype(fields: Fields) -> str:
     if name not in _DTYPES:
         raise fields.error("torch_dtype", f"one of {', '.join(_DTYPES)}")
     return name
-
-
-def _quantization(fields: Fields) -> Fp8BlockQuant | None:
-    """DeepSeek's FP8 block format; any other quantisation is refused by name."""
-    config = fields.raw("quantization_config") if "quantization_config" in fields else None
-    if not config:
-        return None
-    if not isinstance(config, Mapping):
-        raise fields.error("quantization_config", "an object or null")
-    method = config.get("quant_method")
-    if method != "fp8":
-        raise SpecError(f"{fields.owner}: quantization_config {method!r} is not supported, only fp8 in blocks or none")
-    for key, allowed in _FP8_VALUES.items():
-        if config.get(key) not in allowed:
-            raise SpecError(f"{fields.owner}: quantization_config {key}={config[key]!r} is not supported")
-    unknown = [key for key, value in config.items() if key not in _FP8_KEYS and not says_nothing(value)]
-    if unknown:
-        raise SpecError(f"{fields.owner}: quantization_config has unknown fields {', '.join(sorted(unknown))}")
-    block = config.get("weight_block_size")
-    if not isinstance(block, list | tuple) or len(block) != 2 or not all(is_integer(n) and n > 0 for n in block):
-        raise SpecError(f"{fields.owner}: quantization_config weight_block_size={block!r} is not [rows, columns]")
-    return Fp8BlockQuant(*block)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coterie.spec.cache import CacheKind, CacheStream
+from coterie.spec.stored import StoredQuant
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
-    quantization: Fp8BlockQuant | None = None
+    quantization: Fp8BlockQuant | StoredQuant | None = None
     ignored_fields: tuple[str, ...] = ()
     unknown_fields: tuple[str, ...] = ()
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float32]
 CodeArray = NDArray[np.uint8]
+ScaleType = Literal["f32", "f16", "bf16", "e8m0"]
 CodeKind = Literal["int8", "code4", "affine4", "affine8"]
 
 INT4_TABLE = tuple(range(-8, 8))
@@ -32,7 +33,7 @@ class CodeFormat:
 
     kind: CodeKind
     group: int
-    scale: Literal["f32", "f16", "bf16"] = "f32"
+    scale: ScaleType = "f32"
     table: tuple[int, ...] = ()
 
     @property

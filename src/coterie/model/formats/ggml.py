@@ -164,7 +164,7 @@ DECODERS: dict[str, Decoder] = {
     "Q4_0": Decoder(CodeFormat("code4", 32, "f16", INT4_TABLE), _q4_plain),
     "IQ4_NL": Decoder(CodeFormat("code4", 32, "f16", IQ4_TABLE), _q4_plain),
     "IQ4_XS": Decoder(CodeFormat("code4", 32, "f32", IQ4_TABLE), _iq4_xs),
-    "MXFP4": Decoder(CodeFormat("code4", 32, "f32", MXFP4_TABLE), _mxfp4),
+    "MXFP4": Decoder(CodeFormat("code4", 32, "e8m0", MXFP4_TABLE), _mxfp4),
     "Q4_1": Decoder(CodeFormat("affine4", 32, "f16"), _q4_1),
     "Q4_K": Decoder(CodeFormat("affine4", 32, "f32"), _q4_k),
     "Q5_0": Decoder(CodeFormat("int8", 32, "f16"), _q5_0),
