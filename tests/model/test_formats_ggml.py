@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-from coterie.model.formats.codes import CodeFormat, Codes, common_format, convert, dequantize
+from coterie.model.formats.codes import CodeRows, common_format, convert, holds
 from coterie.model.formats.ggml import BY_NAME, DECODERS, EXPANDED, decode, expand
+from coterie.spec.weights import WeightFormat
 
 PLAIN = ("F32", "F16", "BF16")
 ROWS, BLOCKS = 48, 3
@@ -59,7 +60,7 @@ def test_rows_decode_alone_as_together(name: str) -> None:
         one = decode(raw[row].copy(), name, 1)
         assert np.array_equal(one.codes[0], whole.codes[row])
         assert np.array_equal(one.scales[0], whole.scales[row], equal_nan=True)
-        assert np.array_equal(whole.take(slice(row, row + 1)).codes, one.codes)
+        assert np.array_equal(whole[row : row + 1].codes, one.codes)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -68,16 +69,16 @@ def test_codes_fit_their_kind(name: str) -> None:
     assert codes.codes.dtype == np.uint8 and codes.scales.dtype == np.float32
     assert codes.codes.shape == (ROWS, BLOCKS * BY_NAME[name].values)
     assert codes.scales.shape == (ROWS, codes.codes.shape[1] // form.group)
-    assert (codes.mins is None) == form.is_symmetric
+    assert (codes.mins is None) == (not form.is_affine)
     assert codes.codes.max() <= (15 if form.kind.endswith("4") else 255)
 
 
 MEETING = [
-    (("Q4_0", "Q8_0"), CodeFormat("int8", 32, "f16")),
-    (("Q4_0", "IQ4_NL"), CodeFormat("int8", 32, "f16")),
-    (("Q6_K", "Q8_0"), CodeFormat("int8", 16, "f32")),
-    (("Q4_K", "Q5_K"), CodeFormat("affine8", 32, "f32")),
-    (("Q4_1", "Q4_K"), CodeFormat("affine4", 32, "f32")),
+    (("Q4_0", "Q8_0"), WeightFormat("int8", 32, "f16")),
+    (("Q4_0", "IQ4_NL"), WeightFormat("int8", 32, "f16")),
+    (("Q6_K", "Q8_0"), WeightFormat("int8", 16, "f32")),
+    (("Q4_K", "Q5_K"), WeightFormat("affine8", 32, "f32")),
+    (("Q4_1", "Q4_K"), WeightFormat("affine4", 32, "f32")),
     (("Q4_K", "Q6_K"), None),
     (("MXFP4",), DECODERS["MXFP4"].form),
 ]
@@ -85,24 +86,24 @@ MEETING = [
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("names", "expected"), MEETING)
-def test_two_types_meet_without_loss(names: tuple[str, ...], expected: CodeFormat | None) -> None:
+def test_two_types_meet_without_loss(names: tuple[str, ...], expected: WeightFormat | None) -> None:
     common = common_format({DECODERS[name].form for name in names})
     assert common == expected
     if common is None:
         return
     for name in names:
-        raw, form = random_rows(name, 7).reshape(-1), DECODERS[name].form
-        moved = convert(decode(raw, name, ROWS), form, common)
-        same_bits(dequantize(moved, common), expand(raw, name, ROWS))
+        raw = random_rows(name, 7).reshape(-1)
+        assert holds(common, DECODERS[name].form)
+        same_bits(convert(decode(raw, name, ROWS), common).values(), expand(raw, name, ROWS))
 
 
 def test_rows_that_no_group_divides_and_rows_with_one_scale() -> None:
     rng = np.random.default_rng(8)
     codes = rng.integers(0, 256, (3, 40), dtype=np.uint8)
     scales, mins = rng.random((2, 3, 2), np.float32)
-    ours = dequantize(Codes(codes, scales, mins), CodeFormat("affine8", 32))
+    ours = CodeRows(WeightFormat("affine8", 32), codes, scales, mins).values()
     wide = np.repeat(scales, 32, axis=1)[:, :40] * codes - np.repeat(mins, 32, axis=1)[:, :40]
     assert np.array_equal(ours, wide.astype(np.float32))
-    row = dequantize(Codes(codes, scales[:, :1]), CodeFormat("int8", 0))
+    row = CodeRows(WeightFormat("int8", 0), codes, scales[:, :1]).values()
     assert np.array_equal(row, (codes.astype(np.float32) - 128) * scales[:, :1])
-    assert common_format({CodeFormat("int8", 0), CodeFormat("int8", 32)}) is None
+    assert common_format({WeightFormat("int8", 0), WeightFormat("int8", 32)}) is None

@@ -8,9 +8,10 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from coterie.model.formats.codes import Codes, dequantize
+from coterie.model.formats.codes import CodeRows
 from coterie.model.formats.packed import (
     AWQ_ORDER,
+    PackedForm,
     Sides,
     code_format,
     decode,
@@ -51,6 +52,11 @@ def stored(form: str, scheme: StoredScheme, args: dict, zeros: bool = False) -> 
     return packed, compressor(form).decompress(dict(packed), plan)["weight"].float().numpy()
 
 
+def values_of(rows: CodeRows | np.ndarray) -> np.ndarray:
+    assert isinstance(rows, CodeRows)
+    return rows.values()
+
+
 def sides_of(packed: dict, scheme: StoredScheme) -> Sides:
     scale = packed["weight_scale"]
     dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[scale.dtype]
@@ -85,12 +91,12 @@ def test_values_are_those_of_compressed_tensors(name: str) -> None:
     sides = sides_of(packed, scheme)
     held = code_format(scheme, COLS, sides.scales.shape[1], "F32")
     assert held is not None and (held.group or COLS) == (scheme.group or COLS)
-    codes = decode(raw(main), 0, (ROWS, COLS), scheme, sides)
-    np.testing.assert_array_equal(dequantize(codes, held), values)
-    assert (codes.codes.max() < 16) == (scheme.bits == 4)
+    codes = decode(raw(main), 0, (ROWS, COLS), PackedForm(scheme, held), sides)
+    np.testing.assert_array_equal(values_of(codes), values)
+    assert isinstance(codes, CodeRows) and (codes.codes.max() < 16) == (scheme.bits == 4)
     rows = raw(main).reshape(ROWS, -1)[5:9].reshape(-1)
-    part = decode(rows, 5, (4, COLS), scheme, sides)
-    np.testing.assert_array_equal(dequantize(part, held), values[5:9])
+    np.testing.assert_array_equal(values_of(decode(rows, 5, (4, COLS), PackedForm(scheme, held), sides)), values[5:9])
+    np.testing.assert_array_equal(decode(rows, 5, (4, COLS), PackedForm(scheme, None), sides), values[5:9])
 
 
 def test_one_scale_for_the_whole_matrix() -> None:
@@ -99,7 +105,7 @@ def test_one_scale_for_the_whole_matrix() -> None:
     sides = Sides(scale_table(np.float32([0.5]).view(np.uint8), "F32", ROWS, scheme))
     held = code_format(scheme, COLS, 1, "F32")
     assert held is not None
-    values = dequantize(decode(codes, 0, (ROWS, COLS), scheme, sides), held)
+    values = values_of(decode(codes, 0, (ROWS, COLS), PackedForm(scheme, held), sides))
     np.testing.assert_array_equal(values, codes.view(np.int8).reshape(ROWS, COLS) * np.float32(0.5))
 
 
@@ -132,7 +138,7 @@ def test_awq(group: int) -> None:
     sides = Sides(scales, zero_table(pack(z.T), ROWS, COLS // group, scheme))
     held = code_format(scheme, COLS, COLS // group, "F16")
     assert held is not None and held.kind == "affine4"
-    ours = dequantize(decode(pack(q.T), 0, (ROWS, COLS), scheme, sides), held)
+    ours = values_of(decode(pack(q.T), 0, (ROWS, COLS), PackedForm(scheme, held), sides))
     expected = np.repeat(s.astype(np.float32), group, 1) * (q - np.repeat(z, group, 1))
     np.testing.assert_array_equal(ours, expected.astype(np.float32))
 
@@ -159,7 +165,7 @@ def test_gptq(bits: int, offset: int) -> None:
     held = code_format(scheme, COLS, COLS // group, "F16")
     assert held is not None and held.kind == f"affine{bits}"
     words = np.ascontiguousarray(pack(q.T))
-    ours = dequantize(decode(words.view(np.uint8).reshape(-1), 0, (ROWS, COLS), scheme, sides), held)
+    ours = values_of(decode(words.view(np.uint8).reshape(-1), 0, (ROWS, COLS), PackedForm(scheme, held), sides))
     expected = np.repeat(s.astype(np.float32), group, 1) * (q - np.repeat(z, group, 1))
     np.testing.assert_array_equal(ours, expected.astype(np.float32))
 
@@ -167,5 +173,6 @@ def test_gptq(bits: int, offset: int) -> None:
 def test_scales_that_are_no_numbers_are_seen() -> None:
     scheme = StoredScheme("mxfp4", 4, 32)
     scales = scale_table(np.full(ROWS * 4, 255, np.uint8), "U8", ROWS, scheme)
-    assert not Codes(np.zeros((ROWS, COLS), np.uint8), scales).is_finite
+    held = code_format(scheme, COLS, 4, "U8")
+    assert held is not None and not CodeRows(held, np.zeros((ROWS, COLS), np.uint8), scales).is_finite
     assert code_format(StoredScheme("pack", 4, 48), 96, 2, "F32") is None, "no kind of ours has groups of 48"

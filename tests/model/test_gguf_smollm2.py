@@ -84,22 +84,22 @@ def test_logits_in_float32_equal_the_dequantised_model(oracle: transformers.Llam
     np.testing.assert_allclose(ours, theirs, atol=2e-3, rtol=0)
 
 
-def test_logits_are_llama_cpps_to_quantisation_noise() -> None:
-    """llama.cpp rounds activations to 8 bits and the cache to 16, and so differs: the likeliest tokens agree, and the
-    probabilities of its own likeliest tokens are near ours."""
+@pytest.mark.parametrize(("dtype", "mean", "worst", "share"), [("float32", 0.01, 0.05, 0.9), ("auto", 0.05, 0.3, 0.8)])
+def test_logits_are_llama_cpps_to_quantisation_noise(dtype: str, mean: float, worst: float, share: float) -> None:
+    """llama.cpp rounds activations to 8 bits in groups of 32 and the cache to 16 bits, and so differs from float32;
+    our own 8-bit activations, which `auto` uses, have coarser groups. Divergence is over its likeliest tokens."""
     theirs = json.loads((Path(__file__).parents[1] / "data" / "smollm2_llama_cpp.json").read_text())["positions"]
-    with LLM(model_file(), max_model_len=128) as llm:
+    with LLM(model_file(), max_model_len=128, dtype=dtype) as llm:
         logits = llm.logits(IDS).astype(np.float64)
-    logprobs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(
-        -1, keepdims=True
-    )
+    shifted = logits - logits.max(-1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     same = [row.argmax() == position["ids"][0] for row, position in zip(logprobs, theirs, strict=True)]
     divergence = [
         sum(math.exp(p) * (p - row[i]) for i, p in zip(position["ids"], position["logprobs"], strict=True))
         for row, position in zip(logprobs, theirs, strict=True)
     ]
-    assert np.mean(same) >= 0.85
-    assert np.mean(divergence) < 0.02 and max(divergence) < 0.1
+    assert np.mean(same) >= share
+    assert np.mean(divergence) < mean and max(divergence) < worst
 
 
 def test_answers_make_sense() -> None:

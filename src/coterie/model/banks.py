@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from coterie.kernels.api import HostArray, Kernels
 from coterie.model.dequant import to_float32
+from coterie.model.formats.codes import CodeRows, convert, holds
 from coterie.model.names import BankSpec, Part, Role, TensorEntry, WeightLayout
 from coterie.spec.weights import MatrixSpec, WeightFormat, unit_bytes
 
-Rows = NDArray[np.float32] | NDArray[np.uint16]
-"""Values of rows: float32, or bfloat16 as bits."""
+Rows = NDArray[np.float32] | NDArray[np.uint16] | CodeRows
+"""Values of rows: float32, bfloat16 as bits, or codes with their scales."""
 
 
 def must_be_whole(entry: TensorEntry) -> bool:
@@ -47,6 +48,12 @@ class BankFiller:
             if (cut := cut_part(part, row, values)) is None:
                 continue
             at, block = cut
+            if isinstance(block, CodeRows):
+                if holds(self.formats[part.bank], block.form):
+                    same = convert(block, self.formats[part.bank])
+                    self.kernels.fill_codes(bank, part.index, at, same.codes, same.scales, same.mins)
+                    continue
+                block = block.values()
             if block.dtype == np.uint16 and not self.formats[part.bank].is_scaled:
                 self.kernels.fill_bf16(bank, part.index, at, np.require(block, np.uint16, ["C", "A"]))
             else:
@@ -76,12 +83,23 @@ def cut_part(part: Part, row: int, values: Rows) -> tuple[int, Rows] | None:
     if first >= last:
         return None
     block = values[first - row : last - row]
+    if isinstance(block, CodeRows):
+        if is_plain(part):
+            return part.at + first - begin, block
+        block = block.values()
     if part.cols is not None:
         block = block[:, part.cols[0] : part.cols[1]]
     return (part.at, block.T) if part.transpose else (part.at + first - begin, block)
 
 
+def is_plain(part: Part) -> bool:
+    """Whether a part takes rows as they are, so that codes keep their groups."""
+    return part.cols is None and not part.transpose
+
+
 def _floats(values: Rows) -> HostArray:
+    if isinstance(values, CodeRows):
+        return values.values()
     if values.dtype != np.uint16:
         return values.astype(np.float32, copy=False)
     return to_float32(np.ascontiguousarray(values).reshape(-1).view(np.uint8), "BF16").reshape(values.shape)

@@ -136,7 +136,7 @@ def _common(keys: _Keys) -> dict[str, Any]:
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(keys),
         "tie_word_embeddings": _HEAD not in keys.facts.shapes,
-        "torch_dtype": "float32",
+        "torch_dtype": "bfloat16",
         **_token_ids(keys.facts.metadata),
     }
 

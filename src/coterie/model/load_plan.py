@@ -8,11 +8,14 @@ tied heads and harmless left-overs live here. No tensor data is read.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from coterie.model.banks import is_plain
 from coterie.model.checkpoint import Checkpoint, Problem, refuse
 from coterie.model.dequant import PLAIN_DTYPES, SCALE_DTYPES, scale_shape
+from coterie.model.formats.codes import common_format
 from coterie.model.formats.ggml import DECODERS, EXPANDED, expander, no_expander
 from coterie.model.names import (
     TensorEntry,
@@ -25,13 +28,16 @@ from coterie.model.names import (
     split_latent,
     weight_layout,
 )
+from coterie.model.packed_plan import Packed, find_packed, is_packed
 from coterie.model.safetensors_io import LoadError, StoredTensor
 from coterie.spec.cache import CacheKind
-from coterie.spec.model import ModelSpec
+from coterie.spec.model import Fp8BlockQuant, ModelSpec
+from coterie.spec.stored import StoredQuant
 from coterie.spec.weights import BF16, F32, QuantPlan, WeightFormat
 
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 NO_QUANT = QuantPlan()
+NO_CODES: Mapping[str, WeightFormat] = {}
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -43,11 +49,31 @@ _INV_FREQ = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor to read: the parts it fills (none if it is only compared) and the table that scales it, if FP8."""
+    """A tensor to read: the parts it fills (none if it is only compared) and the table that scales it, if FP8 in
+    blocks, or the tables of a packed weight."""
 
     tensor: StoredTensor
     entry: TensorEntry
     scale: StoredTensor | None = None
+    packed: Packed | None = None
+
+    @property
+    def sides(self) -> tuple[StoredTensor, ...]:
+        """Tables that must be read before it."""
+        if self.packed is not None:
+            return self.packed.sides
+        return () if self.scale is None else (self.scale,)
+
+    @property
+    def form(self) -> WeightFormat | None:
+        """What its codes mean, if they can be held as they are."""
+        if self.packed is not None:
+            return self.packed.stored.form
+        return DECODERS[self.tensor.dtype].form if self.tensor.dtype in DECODERS else None
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.packed is not None or self.tensor.dtype in DECODERS or self.tensor.dtype in EXPANDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +126,23 @@ def make_plan(
 
 
 def bank_formats(
-    layout: WeightLayout, dtype: DtypeChoice, stored: dict[str, set[str]], quant: QuantPlan = NO_QUANT
+    layout: WeightLayout,
+    dtype: DtypeChoice,
+    stored: dict[str, set[str]],
+    quant: QuantPlan = NO_QUANT,
+    codes: Mapping[str, WeightFormat] = NO_CODES,
 ) -> dict[str, WeightFormat]:
-    """The format of each bank, given the stored dtypes that fill it: nothing is narrowed unless asked for."""
+    """The format of each bank, given the stored dtypes that fill it: nothing is narrowed unless asked for.
+
+    `codes`: the format of banks that can hold a quantised checkpoint's codes as they are.
+    """
     asked = {"experts": quant.experts, "attention": quant.attention, "head": quant.head}
     formats: dict[str, WeightFormat] = {}
     for key, size in layout.banks.items():
-        as_stored = dtype == "auto" and bool(stored.get(key, set()) & {"F32", "F16", *DECODERS})
+        as_stored = dtype == "auto" and bool(stored.get(key, set()) & {"F32", "F16"})
         wide = F32 if size.role == "router" or dtype == "float32" or as_stored else BF16
+        if dtype == "auto" and size.role != "router":
+            wide = codes.get(key, wide)
         formats[key] = quant.format(asked.get(size.role, "auto")) or wide
     return formats
 
@@ -201,6 +236,8 @@ class _Planner:
             else:
                 self._skip("head of a tied model", head)
                 self.doubts.append(f"{head.name} differs from the embedding, but config.json ties them: ignored")
+        elif head is None and is_packed("lm_head", self.rest):
+            return
         elif head is None and not self._is_lost(_HEAD):
             text = f"lm_head.weight is absent and config.json does not tie it: {_TIE_HINT}"
             self.problems.append(Problem("missing", text))
@@ -216,6 +253,16 @@ class _Planner:
 
     def claim(self, canonical: str, entry: TensorEntry) -> None:
         """Match one entry of the layout with a stored tensor."""
+        quant = self.spec.quantization
+        declared = quant if isinstance(quant, StoredQuant) else None
+        if quant is None or declared is not None:
+            found = find_packed(canonical, entry, self.rest, declared, self.prefix)
+            if found is not None:
+                if found.problem is not None:
+                    self.problems.append(found.problem)
+                else:
+                    self.planned.append(PlannedTensor(found.tensor, entry, packed=found.packed))
+                return
         tensor = self.rest.pop(canonical, None)
         if tensor is None:
             if not self._is_lost(canonical):
@@ -246,7 +293,7 @@ class _Planner:
     def _claim_scale(self, canonical: str, tensor: StoredTensor) -> StoredTensor | None:
         if tensor.dtype != "F8_E4M3":
             return None
-        names = (f"{canonical}_scale_inv", f"{canonical.removesuffix('.weight')}.scale")
+        names = (f"{canonical}_scale_inv", f"{canonical}_scale", f"{canonical.removesuffix('.weight')}.scale")
         found = [self.rest.pop(name) for name in names if name in self.rest]
         if len(found) > 1:
             self.problems.append(
@@ -255,7 +302,7 @@ class _Planner:
         return found[0] if found else None
 
     def _scale_fits(self, canonical: str, tensor: StoredTensor, scale: StoredTensor | None) -> bool:
-        block = self.spec.quantization
+        block = self.spec.quantization if isinstance(self.spec.quantization, Fp8BlockQuant) else None
         if scale is None:
             if not self._is_lost(f"{canonical}_scale_inv"):
                 text = f"{tensor.name!r} is F8_E4M3 but has no scale table ({tensor.name}_scale_inv)"
@@ -328,17 +375,19 @@ class _Planner:
     # ---- result ------------------------------------------------------------------------------------------------------
     def finish(self, dtype: DtypeChoice) -> LoadPlan:
         stored: dict[str, set[str]] = {}
+        forms: dict[str, set[WeightFormat | None]] = {}
         for item in self.planned:
             for part in item.entry.parts:
                 if part.bank in self.layout.banks:
-                    stored.setdefault(part.bank, set()).add(item.tensor.dtype)
-        formats = bank_formats(self.layout, dtype, stored, self.quant)
+                    stored.setdefault(part.bank, set()).add("" if item.is_quantised else item.tensor.dtype)
+                    forms.setdefault(part.bank, set()).add(item.form if is_plain(part) else None)
+        formats = bank_formats(self.layout, dtype, stored, self.quant, shared_forms(forms))
         free = [key for key, size in self.layout.banks.items() if size.role != "router" and not formats[key].is_scaled]
         wide = sum(formats[key] == F32 for key in free)
-        kind: CacheKind = "f32" if wide == len(free) else "bf16"
+        kind: CacheKind = "f32" if wide == len(free) > 0 else "bf16"
         if 0 < wide < len(free):
             self.notes.append(f"{wide} of {len(free)} weight banks stay float32, as stored; the rest are bfloat16")
-        dtypes = set().union(*stored.values())
+        dtypes = {item.tensor.dtype for item in self.planned if item.packed is None}
         if dtype == "auto" and "F16" in dtypes:
             self.notes.append(
                 "float16 weights are kept as float32, which is exact; dtype bfloat16 halves the memory and rounds"
@@ -348,8 +397,9 @@ class _Planner:
                 f"{', '.join(sorted(dtypes & EXPANDED))} have no form of their own in memory and become bfloat16, "
                 "several times their size; the same model as IQ4_XS or Q4_K is smaller in memory"
             )
-        if self.spec.quantization is not None and "F8_E4M3" not in dtypes:
-            self.notes.append("config.json has a quantization_config, but no tensor is F8_E4M3")
+        quantised = any(item.is_quantised or item.scale is not None for item in self.planned)
+        if self.spec.quantization is not None and not quantised:
+            self.notes.append("config.json has a quantization_config, but no tensor is quantised")
         order = {path: number for number, path in enumerate(self.checkpoint.files)}
         planned = sorted(self.planned, key=lambda item: (order[item.tensor.path], item.tensor.start))
         skipped = tuple(
@@ -367,6 +417,17 @@ class _Planner:
             notes=tuple(self.notes),
             doubts=tuple(self.doubts),
         )
+
+
+def shared_forms(forms: Mapping[str, set[WeightFormat | None]]) -> dict[str, WeightFormat]:
+    """The format of each bank whose tensors are all quantised and fit into one."""
+    result: dict[str, WeightFormat] = {}
+    for key, found in forms.items():
+        known = {form for form in found if form is not None}
+        common = common_format(known) if len(known) == len(found) else None
+        if common is not None:
+            result[key] = common
+    return result
 
 
 def check_strict(plan: LoadPlan) -> None:

@@ -1,7 +1,7 @@
 """Load a checkpoint (or random weights) into a backend: check everything at the door, then stream tensor by tensor.
 
 Peak memory is about the weights themselves: one read buffer, one piece in float32 at a time, whole tensors only where a
-bank is filled with their transpose. `load_plan` decides what is read, `safetensors_io` reads, `dequant` decodes,
+bank is filled with their transpose. `load_plan` decides what is read, `safetensors_io` reads, `decode` decodes,
 `banks` places. Names of banks and vectors are those of `names.weight_layout`.
 """
 
@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from coterie.kernels.api import Kernels
 from coterie.model.banks import BankFiller, RoleNeed, Rows, memory_needs, must_be_whole
 from coterie.model.checkpoint import open_checkpoint
-from coterie.model.dequant import PLAIN_DTYPES, BlockScale, dequantize_rows, to_float32
+from coterie.model.decode import Decoder
 from coterie.model.dummy import DummyOptions, dummy_weights
-from coterie.model.formats.ggml import expand
+from coterie.model.formats.codes import holds
 from coterie.model.load_plan import NO_QUANT, DtypeChoice, LoadPlan, PlannedTensor, Skipped, check_strict, make_plan
 from coterie.model.load_report import Conversion, LoadProgress, LoadReport
 from coterie.model.safetensors_io import LoadError, Piece, RawBytes, ReadStats, StoredTensor, split_rows, stream
@@ -123,16 +121,6 @@ def _load_dummy(
     return LoadedWeights(made.weights, made.kind, report, made.needs)
 
 
-def unpair(values: Rows, tensor: StoredTensor) -> Rows:
-    """Whole runs of rows (or a vector's values) in the model's order; see `StoredTensor.pair_rows`."""
-    run = tensor.pair_rows
-    if not run:
-        return values
-    if len(tensor.shape) == 1:
-        return values.reshape(-1, run // 2, 2).swapaxes(1, 2).reshape(values.shape)
-    return values.reshape(-1, run // 2, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-
-
 class _Clock:
     """Turns byte counts into `LoadProgress`."""
 
@@ -161,11 +149,11 @@ class _Load:
 
     def __init__(self, plan: LoadPlan, spec: ModelSpec, kernels: Kernels, progress: ProgressCallback | None) -> None:
         self.plan = plan
-        self.block = spec.quantization or Fp8BlockQuant()
+        block = spec.quantization
+        self.decoder = Decoder(block if isinstance(block, Fp8BlockQuant) else Fp8BlockQuant())
         self.filler = BankFiller(kernels, plan.layout, plan.bank_formats)
         self.stats = ReadStats()
         self.clock = _Clock(progress)
-        self.scales: dict[str, BlockScale] = {}
         self.seconds = 0.0
         self.skipped: list[Skipped] = []
         self.notes: list[str] = []
@@ -175,37 +163,48 @@ class _Load:
         self._by_name = {item.tensor.name: item for item in plan.tensors}
         compared = {name for pair in plan.comparisons for name in (pair.copy, pair.original)}
         self._digests = {name: hashlib.blake2b() for name in compared}
-        self._scale_of = {item.scale.name: item.scale for item in plan.tensors if item.scale is not None}
-        self.tensors_read = len(self._by_name) + len(self._scale_of)
+        self._sides = {side.name: (side, item) for item in plan.tensors for side in item.sides}
+        self.tensors_read = len(self._by_name) + len(self._sides)
 
     def run(self) -> None:
-        """Read and place everything; scale tables that lie behind their weight are fetched first."""
+        """Read and place everything."""
         began = time.perf_counter()
-        files = list(dict.fromkeys(item.tensor.path for item in self.plan.tensors))
-        files += [scale.path for scale in self._scale_of.values() if scale.path not in files]
-        order = {path: number for number, path in enumerate(files)}
-
-        def position(tensor: StoredTensor) -> tuple[int, int]:
-            return order[tensor.path], tensor.start
-
-        pairs = [(item.tensor, item.scale) for item in self.plan.tensors if item.scale is not None]
-        late = sorted((scale for tensor, scale in pairs if position(scale) > position(tensor)), key=position)
-        in_turn = [scale for tensor, scale in pairs if position(scale) < position(tensor)]
-        main = sorted([*(item.tensor for item in self.plan.tensors), *in_turn], key=position)
-        if late:
-            self.notes.append(f"{len(late)} scale tables lie behind their weights and were read first")
-        total = sum(tensor.nbytes for tensor in [*late, *main])
+        order = self._reading_order()
+        total = sum(tensor.nbytes for tensor in order)
         done = 0
-        for piece, raw in stream(self._pieces([*late, *main]), self.stats):
+        for piece, raw in stream(self._pieces(order), self.stats):
             self._take(piece, raw)
             done += piece.nbytes
             self.clock.tick(done, total, piece.tensor.name)
         self.seconds = time.perf_counter() - began
 
+    def _reading_order(self) -> list[StoredTensor]:
+        """File by file in the order of the bytes; before a file's weights, the tables that lie behind them."""
+        files = list(dict.fromkeys(item.tensor.path for item in self.plan.tensors))
+        files += [side.path for side, _ in self._sides.values() if side.path not in files]
+        number = {path: index for index, path in enumerate(files)}
+
+        def position(tensor: StoredTensor) -> tuple[int, int]:
+            return number[tensor.path], tensor.start
+
+        late: dict[Path, list[StoredTensor]] = {path: [] for path in files}
+        main: dict[Path, list[StoredTensor]] = {path: [] for path in files}
+        for item in self.plan.tensors:
+            main[item.tensor.path].append(item.tensor)
+        for side, item in self._sides.values():
+            behind = position(side) > position(item.tensor)
+            (late[item.tensor.path] if behind else main[side.path]).append(side)
+        behind_count = sum(map(len, late.values()))
+        if behind_count:
+            self.notes.append(f"{behind_count} scale tables lie behind their weights and were read first")
+        return [tensor for path in files for part in (late, main) for tensor in sorted(part[path], key=position)]
+
     def _pieces(self, tensors: list[StoredTensor]) -> Iterator[Piece]:
         for tensor in tensors:
             item = self._by_name.get(tensor.name)
-            yield from split_rows(tensor, whole=item is None or must_be_whole(item.entry))
+            packed = None if item is None else item.packed
+            whole = item is None or must_be_whole(item.entry) or (packed is not None and packed.must_be_whole)
+            yield from split_rows(tensor, whole=whole)
 
     def _take(self, piece: Piece, raw: RawBytes) -> None:
         name = piece.tensor.name
@@ -213,37 +212,15 @@ class _Load:
             self._digests[name].update(raw.data)
         item = self._by_name.get(name)
         if item is None:
-            self.scales[name] = self._scale(piece.tensor, raw)
+            side, owner = self._sides[name]
+            keep = self.decoder.keep_scale if owner.scale is not None else self.decoder.keep_side
+            keep(side, raw)
         elif item.entry.parts:
-            values = self._decode(item, piece, raw)
-            self.filler.put(item.entry, piece.row, values)
-            self._count(item, piece, values)
-            if piece.is_last and item.scale is not None:
-                del self.scales[item.scale.name]
-
-    def _scale(self, tensor: StoredTensor, raw: RawBytes) -> BlockScale:
-        table = to_float32(raw, tensor.dtype).reshape(tensor.matrix_shape).copy()
-        if not np.isfinite(table).all():
-            raise LoadError(
-                f"{tensor.path.name}: scale table {tensor.name!r} holds NaN or infinity: damaged checkpoint"
-            )
-        return BlockScale(table, self.block)
-
-    def _decode(self, item: PlannedTensor, piece: Piece, raw: RawBytes) -> Rows:
-        shape = (piece.rows, item.tensor.matrix_shape[1])
-        if item.scale is not None:
-            return dequantize_rows(raw.reshape(shape), piece.row, self.scales[item.scale.name])
-        values: Rows
-        if item.tensor.dtype == "BF16":
-            values = raw.view("<u2").reshape(shape)
-        elif item.tensor.dtype in PLAIN_DTYPES:
-            values = to_float32(raw, item.tensor.dtype).reshape(shape)
-        else:
-            values = expand(raw, item.tensor.dtype, piece.rows)
-            if not np.isfinite(values).all():
-                where = f"{item.tensor.path.name}: tensor {item.tensor.name!r}"
-                raise LoadError(f"{where} holds NaN or infinity in rows {piece.row} and on: damaged checkpoint")
-        return unpair(values, item.tensor)
+            rows = self.decoder.rows(item, piece, raw)
+            self.filler.put(item.entry, piece.row, rows)
+            self._count(item, piece, rows)
+            if piece.is_last:
+                self.decoder.drop(item)
 
     def _count(self, item: PlannedTensor, piece: Piece, values: Rows) -> None:
         """Book what the tensor became, and measure the loss of some pieces that were rounded."""
@@ -262,11 +239,15 @@ class _Load:
             self._pieces_of[kind] += 1
 
     def _conversion(self, item: PlannedTensor, held: WeightFormat) -> _Conversion:
-        stored = item.tensor.dtype
-        if item.scale is None:
-            return _Conversion(stored, held.label(), held == F32 or (held == BF16 and stored == "BF16"))
-        exact = not held.is_scaled and self.scales[item.scale.name].is_power_of_two
-        return _Conversion(f"{stored} x {item.scale.dtype} block scales", held.label(), exact)
+        stored, label = item.tensor.dtype, held.label()
+        if item.scale is not None:
+            exact = not held.is_scaled and self.decoder.scales[item.scale.name].is_power_of_two
+            return _Conversion(f"{stored} x {item.scale.dtype} block scales", label, exact)
+        if item.packed is not None:
+            stored = f"{item.packed.stored.scheme.layout} {item.packed.stored.scheme.bits} bits"
+        if held.is_scaled:
+            return _Conversion(stored, label, item.form is not None and holds(held, item.form))
+        return _Conversion(stored, label, held == F32 or (held == BF16 and stored == "BF16"))
 
     def conversions(self) -> tuple[Conversion, ...]:
         """Most frequent first."""

@@ -91,7 +91,7 @@ def _block(where: str, key: str, block: Any) -> tuple[int, int]:
 
 
 # ---- compressed-tensors ----------------------------------------------------------------------------------------------
-def _compressed(where: str, config: Mapping[str, Any]) -> StoredQuant:
+def _compressed(where: str, config: Mapping[str, Any]) -> StoredQuant | Fp8BlockQuant:
     _known(where, config, _CT_KEYS)
     if not says_nothing(config.get("kv_cache_scheme")):
         raise _refuse(where, "with a kv_cache_scheme (quantised keys and values)", "take the model without it")
@@ -105,6 +105,12 @@ def _compressed(where: str, config: Mapping[str, Any]) -> StoredQuant:
     if not isinstance(groups, Mapping) or not groups:
         raise SpecError(f"{where} of method compressed-tensors has no config_groups")
     schemes = tuple(_group(f"{where} {name}", group, config.get("format")) for name, group in groups.items())
+    blocks = {scheme.block for scheme in schemes}
+    block = next(iter(blocks))
+    if len(blocks) == 1 and block is not None:
+        return Fp8BlockQuant(*block)
+    if blocks != {None}:
+        raise _refuse(where, "with block scales in some groups only")
     return StoredQuant("compressed-tensors", schemes, _patterns(where, "ignore", config.get("ignore")))
 
 

@@ -17,8 +17,9 @@ awq, gptq: words along the output or input of a transposed weight."""
 
 @dataclass(frozen=True, slots=True)
 class StoredScheme:
-    """`group`: inputs that share a scale, 0 for the whole row, -1 for the whole matrix, -2 for `block` (rows, cols).
-    `offset`: added to stored zero points (GPTQ's first form holds them less one). `targets`: as `scheme_of` reads."""
+    """`group`: inputs that share a scale, 0 for the whole row, -1 for the whole matrix; -2 while the parser finds
+    `block` (rows, cols), which ends as a `Fp8BlockQuant`. `offset`: added to stored zero points (GPTQ's first form
+    holds them less one). `targets`: as `scheme_of` reads."""
 
     layout: StoredLayout
     bits: int

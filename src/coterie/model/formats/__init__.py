@@ -1,1 +1,1 @@
-"""Quantised storage formats, one file per family: stored bytes to `Codes` and to float32 rows. No files, no names."""
+"""Quantised storage formats, one file per family: stored bytes to `CodeRows` or float32 rows. No files, no names."""

@@ -1,4 +1,4 @@
-"""The block types of GGUF files: raw bytes of rows to `Codes`, exactly.
+"""The block types of GGUF files: raw bytes of rows to `CodeRows`, exactly.
 
 A row is a run of blocks of 32 or 256 values, each with its own scales. `TYPES` knows the size of every published type;
 `DECODERS` the ones that map onto our kinds without loss. The others (2 and 3 bits, sign grids, ternary) can only be
@@ -13,17 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.model.formats.codes import (
-    INT4_TABLE,
-    IQ4_TABLE,
-    MXFP4_TABLE,
-    CodeArray,
-    CodeFormat,
-    Codes,
-    FloatArray,
-    dequantize,
-)
+from coterie.model.formats.codes import CodeArray, CodeRows, FloatArray
 from coterie.spec.errors import CoterieError
+from coterie.spec.weights import INT4_TABLE, IQ4_TABLE, MXFP4_TABLE, WeightFormat
 
 RawBytes = NDArray[np.uint8]
 Blocks = tuple[CodeArray, FloatArray, FloatArray | None]
@@ -155,37 +147,38 @@ def e8m0_halves(exponents: RawBytes) -> FloatArray:
 class Decoder:
     """What a type's codes mean, and how a matrix of blocks [count, bytes] becomes them."""
 
-    form: CodeFormat
+    form: WeightFormat
     blocks: Callable[[RawBytes], Blocks]
 
 
 DECODERS: dict[str, Decoder] = {
-    "Q8_0": Decoder(CodeFormat("int8", 32, "f16"), _q8_0),
-    "Q4_0": Decoder(CodeFormat("code4", 32, "f16", INT4_TABLE), _q4_plain),
-    "IQ4_NL": Decoder(CodeFormat("code4", 32, "f16", IQ4_TABLE), _q4_plain),
-    "IQ4_XS": Decoder(CodeFormat("code4", 32, "f32", IQ4_TABLE), _iq4_xs),
-    "MXFP4": Decoder(CodeFormat("code4", 32, "e8m0", MXFP4_TABLE), _mxfp4),
-    "Q4_1": Decoder(CodeFormat("affine4", 32, "f16"), _q4_1),
-    "Q4_K": Decoder(CodeFormat("affine4", 32, "f32"), _q4_k),
-    "Q5_0": Decoder(CodeFormat("int8", 32, "f16"), _q5_0),
-    "Q5_1": Decoder(CodeFormat("affine8", 32, "f16"), _q5_1),
-    "Q5_K": Decoder(CodeFormat("affine8", 32, "f32"), _q5_k),
-    "Q6_K": Decoder(CodeFormat("int8", 16, "f32"), _q6_k),
+    "Q8_0": Decoder(WeightFormat("int8", 32, "f16"), _q8_0),
+    "Q4_0": Decoder(WeightFormat("code4", 32, "f16", INT4_TABLE), _q4_plain),
+    "IQ4_NL": Decoder(WeightFormat("code4", 32, "f16", IQ4_TABLE), _q4_plain),
+    "IQ4_XS": Decoder(WeightFormat("code4", 32, "f32", IQ4_TABLE), _iq4_xs),
+    "MXFP4": Decoder(WeightFormat("code4", 32, "e8m0", MXFP4_TABLE), _mxfp4),
+    "Q4_1": Decoder(WeightFormat("affine4", 32, "f16"), _q4_1),
+    "Q4_K": Decoder(WeightFormat("affine4", 32, "f32"), _q4_k),
+    "Q5_0": Decoder(WeightFormat("int8", 32, "f16"), _q5_0),
+    "Q5_1": Decoder(WeightFormat("affine8", 32, "f16"), _q5_1),
+    "Q5_K": Decoder(WeightFormat("affine8", 32, "f32"), _q5_k),
+    "Q6_K": Decoder(WeightFormat("int8", 16, "f32"), _q6_k),
 }
 
 
-def decode(raw: RawBytes, name: str, rows: int) -> Codes:
-    """Rows of whole blocks as codes. Scales of a damaged file may be NaN or infinite: see `Codes.is_finite`."""
+def decode(raw: RawBytes, name: str, rows: int) -> CodeRows:
+    """Rows of whole blocks as codes. Scales of a damaged file may be NaN or infinite: see `CodeRows.is_finite`."""
     block, decoder = BY_NAME[name], DECODERS[name]
     with np.errstate(invalid="ignore"):
         codes, scales, mins = decoder.blocks(raw.reshape(-1, block.nbytes))
-    return Codes(codes.reshape(rows, -1), scales.reshape(rows, -1), None if mins is None else mins.reshape(rows, -1))
+    mins = None if mins is None else mins.reshape(rows, -1)
+    return CodeRows(decoder.form, codes.reshape(rows, -1), scales.reshape(rows, -1), mins)
 
 
 def expand(raw: RawBytes, name: str, rows: int) -> FloatArray:
     """Rows of whole blocks of any readable type in float32."""
     if name in DECODERS:
-        return dequantize(decode(raw, name, rows), DECODERS[name].form)
+        return decode(raw, name, rows).values()
     quants = expander()
     if quants is None:
         raise CoterieError(no_expander(name))

@@ -1,7 +1,7 @@
 """Rows of quantised safetensors weights: compressed-tensors' packed words, bytes and e2m1, AWQ and GPTQ.
 
 `Sides` are a weight's own small tables (scales, zero points), read whole before its rows. A row's codes and scales come
-out exactly as stored, so that `codes.dequantize` gives scale * (code - zero point). Names and shapes are checked in
+out exactly as stored, so that `CodeRows.values` gives scale * (code - zero point). Names and shapes are checked in
 `model/packed_plan.py`.
 """
 
@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.model.dequant import E4M3_VALUES, to_float32
-from coterie.model.formats.codes import INT4_TABLE, MXFP4_TABLE, CodeArray, CodeFormat, Codes, FloatArray
+from coterie.model.formats.codes import CodeArray, CodeRows, FloatArray
 from coterie.spec.stored import StoredScheme
+from coterie.spec.weights import GROUPS, INT4_TABLE, MXFP4_TABLE, ScaleType, WeightFormat
 
 RawBytes = NDArray[np.uint8]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring outputs each nibble of an AWQ word belongs to, lowest nibble first."""
-_SCALES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-_GROUPS = (0, 16, 32, 64, 128)
+_SCALES: dict[str, ScaleType] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +31,58 @@ class Sides:
     zeros: CodeArray | None = None
 
 
-def code_format(scheme: StoredScheme, cols: int, groups: int, scale_dtype: str) -> CodeFormat | None:
+def code_format(scheme: StoredScheme, cols: int, groups: int, scale_dtype: str) -> WeightFormat | None:
     """What a weight's codes mean; None if no kind of ours holds them (FP8, odd group sizes): then it becomes floats."""
     group = 0 if groups == 1 else cols // groups
-    if scheme.layout == "fp8" or group not in _GROUPS or group * groups not in (0, cols):
+    if scheme.layout == "fp8" or group not in GROUPS or group * groups not in (0, cols):
         return None
     if scheme.layout in ("mxfp4", "nvfp4"):
-        return CodeFormat("code4", group, "e8m0" if scheme.layout == "mxfp4" else "f32", MXFP4_TABLE)
+        return WeightFormat("code4", group, "e8m0" if scheme.layout == "mxfp4" else "f32", MXFP4_TABLE)
     if not scheme.symmetric:
-        return CodeFormat("affine4" if scheme.bits == 4 else "affine8", group, "f32")
+        return WeightFormat("affine4" if scheme.bits == 4 else "affine8", group, "f32")
     scale = _SCALES.get(scale_dtype, "f32")
     if scheme.bits == 4:
-        return CodeFormat("code4", group, scale, INT4_TABLE)
-    return CodeFormat("int8", group, scale)
+        return WeightFormat("code4", group, scale, INT4_TABLE)
+    return WeightFormat("int8", group, scale)
 
 
-def decode(raw: RawBytes, first: int, shape: tuple[int, int], scheme: StoredScheme, sides: Sides) -> Codes:
-    """Codes of rows [first, first + rows) of a weight, `shape` (rows, cols). AWQ and GPTQ come whole."""
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """How a weight is stored and what its codes mean; `form` None: they only become floats (`values`)."""
+
+    scheme: StoredScheme
+    form: WeightFormat | None
+
+
+def decode(
+    raw: RawBytes, first: int, shape: tuple[int, int], packed: PackedForm, sides: Sides
+) -> CodeRows | FloatArray:
+    """Rows [first, first + rows) of a weight, `shape` (rows, cols). AWQ and GPTQ come whole."""
+    scheme = packed.scheme
+    if scheme.layout == "fp8":
+        return fp8_rows(raw, first, shape, sides.scales)
+    codes, scales, mins = _codes(raw, first, shape, scheme, sides)
+    if packed.form is not None:
+        return CodeRows(packed.form, codes, scales, mins)
+    return spread_out(codes, scales, mins, scheme)
+
+
+def spread_out(codes: CodeArray, scales: FloatArray, mins: FloatArray | None, scheme: StoredScheme) -> FloatArray:
+    """float32 values of codes whose groups no kind of ours has."""
+    cols = codes.shape[1]
+    width = -(-cols // scales.shape[1])
+    values = codes.astype(np.float32)
+    if scheme.layout in ("mxfp4", "nvfp4"):
+        values = np.asarray(MXFP4_TABLE, np.float32).take(codes)
+    elif scheme.symmetric:
+        values -= 1 << (scheme.bits - 1)
+    values *= np.repeat(scales, width, axis=1)[:, :cols]
+    return values if mins is None else values - np.repeat(mins, width, axis=1)[:, :cols]
+
+
+def _codes(
+    raw: RawBytes, first: int, shape: tuple[int, int], scheme: StoredScheme, sides: Sides
+) -> tuple[CodeArray, FloatArray, FloatArray | None]:
     rows, cols = shape
     if scheme.layout in ("awq", "gptq"):
         codes = _awq_codes(raw, shape) if scheme.layout == "awq" else _gptq_codes(raw, shape, scheme.bits)
@@ -61,9 +96,9 @@ def decode(raw: RawBytes, first: int, shape: tuple[int, int], scheme: StoredSche
     groups = sides.scales.shape[1]
     scales = np.broadcast_to(sides.scales[part], (rows, groups))
     if sides.zeros is None:
-        return Codes(codes, scales)
+        return codes, scales, None
     zeros = np.broadcast_to(sides.zeros[part], (rows, groups))
-    return Codes(codes, scales, scales * zeros)
+    return codes, scales, scales * zeros
 
 
 def nibble_pairs(packed: RawBytes) -> CodeArray:
