@@ -121,12 +121,17 @@ void Bank::pack_codes(std::int64_t index, std::int64_t row, const CodeRows& valu
   unsigned char* panel = at(index) + panel_of(shape_, row) * shape_.panel_bytes;
   const std::int64_t lane = lane_of(shape_, row);
   const bool nibble = is_nibble(kind());
-  for (std::int64_t k = 0; k < shape_.cols; ++k) {
-    unsigned char& byte = panel[code_at(kind(), k, lane)];
-    const std::uint8_t code = values.codes[k];
-    if (!nibble) byte = code;
-    else if (lane < 16) byte = static_cast<unsigned char>((byte & 0xf0) | code);
-    else byte = static_cast<unsigned char>((byte & 0x0f) | (code << 4));
+  const std::uint32_t kept = lane < 16 ? 0xf0f0f0f0u : 0x0f0f0f0fu;
+  for (std::int64_t k = 0; k < shape_.cols; k += 4) {
+    const std::size_t n = static_cast<std::size_t>(std::min<std::int64_t>(4, shape_.cols - k));
+    unsigned char* place = panel + code_at(kind(), k, lane);
+    std::uint32_t four = 0, there = 0;
+    std::memcpy(&four, values.codes + k, n);
+    if (nibble) {
+      std::memcpy(&there, place, n);
+      four = (there & kept) | (lane < 16 ? four : four << 4);
+    }
+    std::memcpy(place, &four, n);
   }
   for (std::int64_t g = 0; g < shape_.groups; ++g) {
     store_scale(panel + shape_.scales_at, g * kPanel + lane, shape_.format.scale, values.scales[g]);

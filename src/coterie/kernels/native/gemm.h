@@ -51,9 +51,7 @@ COTERIE_INLINE Vec load_scales(const unsigned char* table, std::int64_t index, S
   if (type == ScaleType::f32) return load(reinterpret_cast<const float*>(table) + index);
   if (type == ScaleType::bf16) return load(reinterpret_cast<const std::uint16_t*>(table) + index);
   if (type == ScaleType::f16) return load_f16(reinterpret_cast<const std::uint16_t*>(table) + index);
-  VecB exponents;
-  std::memcpy(&exponents, table + index, sizeof exponents);
-  return (Vec)(__builtin_convertvector(exponents, VecU) << 23);
+  return (Vec)(load_bytes(table + index) << 23);
 }
 
 template <Kind K, int R>

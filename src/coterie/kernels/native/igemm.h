@@ -1,22 +1,27 @@
 // Products of int8 activations with packed integer codes. Included by kernels.cpp inside the level's namespace.
 //
 // Within a scale group a product is an exact int32 sum: any order, any instruction, tile or row block gives the same
-// integer. Groups are then added in order: F = fma(float(dot - z * sum(x)) * s, a, F), with z = 128 for the symmetric
-// kinds; affine kinds subtract float(sum(x)) * m before the factor a. So a row's bits depend on the row alone.
-// The running F of a panel lives in a small buffer; inputs are taken kBlock columns at a time so that codes stay in L1,
-// and nibbles are spread to bytes once per block when many rows share them.
+// integer. Groups are then added in order: F = fma(float(dot) * s, a, F), where dot is that of the signed codes: the
+// products of the stored unsigned ones, started at the group's offset. Affine kinds subtract float(sum(x)) * m before
+// the factor a. So a row's bits depend on the row alone. F stays in registers over a block of columns and in a small
+// buffer between blocks; inputs are taken kBlock columns at a time so that codes stay in L1.
 
 constexpr std::int64_t kBlock = 512;
+constexpr std::int64_t kAhead = 4096;  // bytes that codes are fetched before they are needed
 
+// Rows that share a load of codes, and the vectors of outputs and of independent sums that so many rows leave room for.
 #if defined(__AVX512F__)
-constexpr int kIntRows = 8;
-constexpr int kIntVectors = 2;
+constexpr int kIntRows = 6;
+constexpr int int_vectors(int) { return 2; }
+constexpr int int_chains(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #elif defined(__AVX2__)
 constexpr int kIntRows = 4;
-constexpr int kIntVectors = 2;
+constexpr int int_vectors(int rows) { return rows == 1 ? 4 : 2; }
+constexpr int int_chains(int) { return 1; }
 #else
 constexpr int kIntRows = 2;
-constexpr int kIntVectors = 2;
+constexpr int int_vectors(int) { return 2; }
+constexpr int int_chains(int) { return 1; }
 #endif
 
 // Four codes of kLanes outputs and four activations, as the level multiplies them.
@@ -30,6 +35,7 @@ COTERIE_INLINE VecI dot(VecI acc, Codes w, Inputs x) {
 }
 #else
 // 16-bit halves: codes 0 and 2 of each output in `even`, 1 and 3 in `odd`; their products are added in 32 bits.
+typedef std::int16_t VecW __attribute__((vector_size(kLanes * 4)));
 struct Codes {
   VecU even, odd;
 };
@@ -38,9 +44,8 @@ struct Inputs {
 };
 COTERIE_INLINE Codes as_codes(VecU bytes) { return {bytes & 0x00ff00ffu, (bytes >> 8) & 0x00ff00ffu}; }
 COTERIE_INLINE Inputs as_inputs(std::int32_t x) {
-  const std::int32_t even = ((x << 24) >> 24 & 0xffff) | (x << 8 >> 24 << 16);
-  const std::int32_t odd = ((x << 16) >> 24 & 0xffff) | (x >> 24 << 16);
-  return {even - VecI{}, odd - VecI{}};
+  const VecI four = x - VecI{};
+  return {(VecI)((VecW)four << 8 >> 8), (VecI)((VecW)four >> 8)};
 }
 COTERIE_INLINE VecI pair_sum(VecU w, VecI x) {
 #if defined(__AVX2__)
@@ -59,10 +64,10 @@ COTERIE_INLINE VecI dot(VecI acc, const Codes& w, const Inputs& x) {
 // table[u] + 128 for each nibble-valued byte.
 COTERIE_INLINE VecU look_up(VecU nibbles, const unsigned char* table) {
 #if defined(__AVX512F__)
-  const __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  const __m512i entries = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
   return (VecU)_mm512_shuffle_epi8(entries, (__m512i)nibbles);
 #elif defined(__AVX2__)
-  const __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  const __m256i entries = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
   return (VecU)_mm256_shuffle_epi8(entries, (__m256i)nibbles);
 #else
   unsigned char bytes[sizeof(VecU)];
@@ -75,6 +80,9 @@ COTERIE_INLINE VecU look_up(VecU nibbles, const unsigned char* table) {
 
 // How the codes of outputs [lane, lane + kLanes) of a quad are stored.
 enum class Store { bytes, nibbles, table };
+
+template <Store S>
+constexpr std::int64_t kQuadBytes = S == Store::bytes ? 128 : 64;
 
 template <Store S>
 COTERIE_INLINE VecU load_codes(const unsigned char* quad, int lane, const unsigned char* table) {
@@ -94,105 +102,151 @@ struct IntPanel {
   std::int64_t group_begin, group_end;
 };
 
-template <Store S, bool Affine, int R>
-COTERIE_INLINE void int_block(const GemmTask& task, const IntPanel& panel, std::int64_t row, int lane, float* running) {
-  constexpr std::int64_t kQuad = S == Store::bytes ? 128 : 64;
-  const Matrix& m = task.weight;
-  const Activations& q = task.quantized;
-  const std::int64_t quads = m.group / 4;
-  const std::int8_t* x = q.codes + row * q.stride + panel.group_begin * m.group;
-  const std::int32_t* sums = q.sums + row * m.groups;
-  const float* factors = q.scales + row * q.groups;
-  const unsigned char* w = panel.codes;
-  for (std::int64_t group = panel.group_begin; group < panel.group_end; ++group) {
-    VecI acc[R][kIntVectors];
-    for (int r = 0; r < R; ++r) {
-      const std::int32_t start = Affine ? 0 : -128 * sums[r * m.groups + group];
-      for (int v = 0; v < kIntVectors; ++v) acc[r][v] = start - VecI{};
-    }
-    const std::int64_t left = (q.stride - group * m.group) / 4;
-    const std::int64_t count = left < quads ? left : quads;
-    for (std::int64_t i = 0; i < count; ++i, w += kQuad, x += 4) {
-      Codes codes[kIntVectors];
-      for (int v = 0; v < kIntVectors; ++v) codes[v] = as_codes(load_codes<S>(w, lane + v * kLanes, panel.table));
-      if constexpr (R == 1) __builtin_prefetch(w + 4096);
-      if constexpr (R == 1 && S == Store::bytes) __builtin_prefetch(w + 4096 + 64);
+// Fetches a quad that is needed later. Bytes go to the second level only: their two lines a quad would take all the
+// first level's outstanding misses.
+template <Store S>
+COTERIE_INLINE void fetch_codes(const unsigned char* quad) {
+  if constexpr (S == Store::bytes) {
+    __builtin_prefetch(quad, 0, 2);
+    __builtin_prefetch(quad + 64, 0, 2);
+  } else {
+    __builtin_prefetch(quad);
+  }
+}
+
+// Fetches the scales of a later group, of the next panel after the last one.
+COTERIE_INLINE void fetch_scales(const Matrix& m, const unsigned char* scales, std::int64_t group) {
+  constexpr std::int64_t kLater = 6;
+  const std::int64_t bytes = kPanel * scale_bytes(m.format.scale), later = group + kLater;
+  const unsigned char* line = scales + later * bytes + (later < m.groups ? 0 : m.panel_bytes - m.groups * bytes);
+  __builtin_prefetch(line);
+  if (bytes > 64) __builtin_prefetch(line + 64);
+}
+
+// Quads of a scale group: the last one may be short.
+COTERIE_INLINE std::int64_t quads_of(const GemmTask& task, std::int64_t group) {
+  const std::int64_t left = task.quantized.stride - group * task.weight.group;
+  return (left < task.weight.group ? left : task.weight.group) / 4;
+}
+
+// The sums of one group for R rows.
+template <Store S, int R>
+COTERIE_INLINE void int_sums(const std::int8_t* const* x, const unsigned char* w, const unsigned char* table, int lane,
+                             std::int64_t quads, VecI (*sums)[int_vectors(R)]) {
+  constexpr int V = int_vectors(R), C = int_chains(R);
+  VecI acc[C][R][V] = {};
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < V; ++v) acc[0][r][v] = sums[r][v];
+  }
+  for (std::int64_t i = 0; i < quads; i += C) {
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c, w += kQuadBytes<S>) {
+      Codes codes[V];
+      for (int v = 0; v < V; ++v) codes[v] = as_codes(load_codes<S>(w, lane + v * kLanes, table));
+      fetch_codes<S>(w + kAhead);
       for (int r = 0; r < R; ++r) {
         std::int32_t four;
-        std::memcpy(&four, x + r * q.stride, 4);
+        std::memcpy(&four, x[r] + (i + c) * 4, 4);
         const Inputs inputs = as_inputs(four);
-        for (int v = 0; v < kIntVectors; ++v) acc[r][v] = dot(acc[r][v], codes[v], inputs);
+        for (int v = 0; v < V; ++v) acc[c][r][v] = dot(acc[c][r][v], codes[v], inputs);
       }
     }
-    const std::int64_t factor = group * m.group / q.group;
-    for (int v = 0; v < kIntVectors; ++v) {
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < V; ++v) {
+      sums[r][v] = acc[0][r][v];
+      for (int c = 1; c < C; ++c) sums[r][v] += acc[c][r][v];
+    }
+  }
+}
+
+template <Store S, bool Affine, int R>
+static __attribute__((noinline)) void int_block(const GemmTask& task, const IntPanel& panel, std::int64_t row, int lane,
+                                                float* running) {
+  constexpr int V = int_vectors(R);
+  const Matrix& m = task.weight;
+  const Activations& q = task.quantized;
+  const std::int32_t* offsets = q.sums + row * m.groups;
+  const float* factors = q.scales + row * q.groups;
+  const unsigned char* w = panel.codes;
+  float* target = running + row * kPanel + lane;
+  Vec total[R][V];
+  const std::int8_t* x[R];
+  for (int r = 0; r < R; ++r) {
+    x[r] = q.codes + (row + r) * q.stride + panel.group_begin * m.group;
+    for (int v = 0; v < V; ++v) total[r][v] = load(target + r * kPanel + v * kLanes);
+  }
+  for (std::int64_t group = panel.group_begin; group < panel.group_end; ++group) {
+    const std::int64_t quads = quads_of(task, group), factor = group * m.group / q.group;
+    VecI sums[R][V];
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < V; ++v) sums[r][v] = Affine ? VecI{} : offsets[r * m.groups + group] - VecI{};
+    }
+    fetch_scales(m, panel.scales, group);
+    if constexpr (Affine) fetch_scales(m, panel.mins, group);
+    int_sums<S, R>(x, w, panel.table, lane, quads, sums);
+    w += quads * kQuadBytes<S>;
+    for (int r = 0; r < R; ++r) x[r] += quads * 4;
+    for (int v = 0; v < V; ++v) {
       const std::int64_t at = group * kPanel + lane + v * kLanes;
       const Vec scale = load_scales(panel.scales, at, m.format.scale);
       Vec min = {};
-      if constexpr (Affine) min = load_scales(panel.mins, at, m.format.scale);
+      if constexpr (Affine) min = -load_scales(panel.mins, at, m.format.scale);
       for (int r = 0; r < R; ++r) {
-        Vec value = __builtin_convertvector(acc[r][v], Vec) * scale;
-        if constexpr (Affine) value = fma(splat(-static_cast<float>(sums[r * m.groups + group])), min, value);
-        float* target = running + (row + r) * kPanel + lane + v * kLanes;
-        store(target, fma(value, splat(factors[r * q.groups + factor]), load(target)));
+        Vec value = __builtin_convertvector(sums[r][v], Vec) * scale;
+        if constexpr (Affine) value = fma(splat(static_cast<float>(offsets[r * m.groups + group])), min, value);
+        total[r][v] = fma(value, splat(factors[r * q.groups + factor]), total[r][v]);
       }
     }
   }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < V; ++v) store(target + r * kPanel + v * kLanes, total[r][v]);
+  }
 }
 
+// `rows` rows from `row` on, at most R.
+template <Store S, bool Affine, int R>
+COTERIE_INLINE void int_block_of(const GemmTask& task, const IntPanel& panel, std::int64_t row, std::int64_t rows,
+                                 float* running) {
+  if constexpr (R > 1) {
+    if (rows < R) return int_block_of<S, Affine, R - 1>(task, panel, row, rows, running);
+  }
+  for (int lane = 0; lane < kPanel; lane += int_vectors(R) * kLanes) {
+    int_block<S, Affine, R>(task, panel, row, lane, running);
+  }
+}
+
+// All rows, in blocks of nearly the same size.
 template <Store S, bool Affine>
 static void int_rows(const GemmTask& task, const IntPanel& panel, float* running) {
-  std::int64_t row = 0;
-  for (; task.rows - row >= kIntRows; row += kIntRows) {
-    for (int lane = 0; lane < kPanel; lane += kIntVectors * kLanes) {
-      int_block<S, Affine, kIntRows>(task, panel, row, lane, running);
-    }
-  }
-  if constexpr (kIntRows > 4) {
-    for (; task.rows - row >= 4; row += 4) int_block<S, Affine, 4>(task, panel, row, 0, running);
-  }
-  if constexpr (kIntRows > 2) {
-    for (; task.rows - row >= 2; row += 2) {
-      for (int lane = 0; lane < kPanel; lane += kIntVectors * kLanes) {
-        int_block<S, Affine, 2>(task, panel, row, lane, running);
-      }
-    }
-  }
-  for (; row < task.rows; ++row) {
-    for (int lane = 0; lane < kPanel; lane += kIntVectors * kLanes) {
-      int_block<S, Affine, 1>(task, panel, row, lane, running);
-    }
+  std::int64_t blocks = (task.rows + kIntRows - 1) / kIntRows;
+  for (std::int64_t row = 0; blocks > 0; --blocks) {
+    const std::int64_t rows = (task.rows - row + blocks - 1) / blocks;
+    int_block_of<S, Affine, kIntRows>(task, panel, row, rows, running);
+    row += rows;
   }
 }
 
-template <Store S>
-static void spread_codes(const unsigned char* quads, std::int64_t count, const unsigned char* table,
-                         unsigned char* out) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    for (int lane = 0; lane < kPanel; lane += kLanes) {
-      const VecU codes = load_codes<S>(quads + i * 64, lane, table);
-      std::memcpy(out + i * 128 + lane * 4, &codes, sizeof codes);
-    }
-  }
-}
-
-static void int_epilogue(const GemmTask& task, std::int64_t panel, const float* running) {
+// A panel's results to the output.
+static void store_panel(const GemmTask& task, std::int64_t panel, const float* running) {
   const PanelOutputs outputs = outputs_of(task.weight, panel);
-  for (std::int64_t r = 0; r < task.rows; ++r) {
-    float* out = task.out + r * task.out_stride + outputs.first;
-    const float* from = running + r * kPanel;
-    for (std::int64_t i = 0; i < outputs.count; ++i) out[i] = task.bias ? from[i] + task.bias[outputs.first + i] : from[i];
+  float* out = task.out + outputs.first;
+  for (int lane = 0; lane < outputs.count; lane += kLanes) {
+    const std::int64_t left = outputs.count - lane, n = left < kLanes ? left : kLanes;
+    const Vec bias = task.bias ? load_n(task.bias + outputs.first + lane, n) : Vec{};
+    for (std::int64_t r = 0; r < task.rows; ++r) {
+      const Vec value = load(running + r * kPanel + lane);
+      store_n(out + r * task.out_stride + lane, task.bias ? value + bias : value, n);
+    }
   }
 }
 
 template <Store S, bool Affine>
 static void int_gemm(const GemmTask& task) {
   alignas(64) float running[kMaxIntRows * kPanel];
-  alignas(64) unsigned char bytes[S == Store::bytes ? 64 : kBlock * kPanel];
   alignas(16) unsigned char table[16];
   const Matrix& m = task.weight;
   for (int i = 0; i < 16; ++i) table[i] = static_cast<unsigned char>(m.format.table[i] + 128);
-  constexpr std::int64_t kColumnBytes = S == Store::bytes ? kPanel : kPanel / 2;
   const bool blocked = task.rows > kIntRows && m.group <= kBlock;
   const std::int64_t step = blocked ? kBlock / m.group : m.groups;
   for (std::int64_t p = task.panel_begin; p < task.panel_end; ++p) {
@@ -200,30 +254,24 @@ static void int_gemm(const GemmTask& task) {
     std::memset(running, 0, sizeof(float) * static_cast<std::size_t>(task.rows * kPanel));
     for (std::int64_t group = 0; group < m.groups; group += step) {
       const std::int64_t end = group + step < m.groups ? group + step : m.groups;
-      const unsigned char* codes = base + group * m.group * kColumnBytes;
-      IntPanel panel{codes, base + m.scales_at, base + m.mins_at, table, group, end};
-      if (S != Store::bytes && blocked) {
-        const std::int64_t last = end * m.group < task.quantized.stride ? end * m.group : task.quantized.stride;
-        spread_codes<S>(codes, (last - group * m.group) / 4, table, bytes);
-        panel.codes = bytes;
-        int_rows<Store::bytes, Affine>(task, panel, running);
-      } else {
-        int_rows<S, Affine>(task, panel, running);
-      }
+      const unsigned char* codes = base + group * m.group / 4 * kQuadBytes<S>;
+      int_rows<S, Affine>(task, {codes, base + m.scales_at, base + m.mins_at, table, group, end}, running);
     }
-    int_epilogue(task, p, running);
+    store_panel(task, p, running);
   }
 }
 
 static void gemm(const GemmTask& task) {
-  switch (task.weight.format.kind) {
+  const Format& format = task.weight.format;
+  switch (format.kind) {
     case Kind::f32: return gemm_typed<Kind::f32>(task);
     case Kind::bf16: return gemm_typed<Kind::bf16>(task);
     case Kind::fp8: return gemm_typed<Kind::fp8>(task);
     case Kind::int8: return int_gemm<Store::bytes, false>(task);
     case Kind::affine8: return int_gemm<Store::bytes, true>(task);
-    case Kind::code4: return int_gemm<Store::table, false>(task);
     case Kind::affine4: return int_gemm<Store::nibbles, true>(task);
+    case Kind::code4:
+      return is_even(format) ? int_gemm<Store::nibbles, false>(task) : int_gemm<Store::table, false>(task);
   }
 }
 
@@ -249,7 +297,7 @@ static float quantize_span(const float* x, std::int64_t size, std::int8_t* codes
   const Vec magic = splat(12582912.0f);
   for_vectors(size, [&](std::int64_t i, std::int64_t n) {
     const VecI q = __builtin_convertvector(fma(load_n(x + i, n), splat(inverse), magic) - magic, VecI);
-    const VecS narrow = __builtin_convertvector(q, VecS);
+    const VecB narrow = low_bytes(q);
     std::memcpy(codes + i, &narrow, static_cast<std::size_t>(n));
   });
   return wrong == 0.0f ? factor : __builtin_nanf("");
@@ -269,7 +317,7 @@ static void quantize_inputs(const QuantizeInputs& args, std::int64_t begin, std:
       const std::int64_t size = args.last - at < args.weight_group ? args.last - at : args.weight_group;
       std::int32_t sum = 0;
       for (std::int64_t i = 0; i < size; ++i) sum += codes[at + i];
-      args.sums[row * args.weight_groups + at / args.weight_group] = sum;
+      args.sums[row * args.weight_groups + at / args.weight_group] = args.zero * sum;
     }
   }
 }

@@ -12,7 +12,8 @@
 namespace coterie {
 
 // Rows of int8 activations: codes [rows, stride] (columns padded with zeros to 64), scales [rows, groups], one for
-// every `group` columns, and for each scale group of the weights the sum of its codes, [rows, weight groups].
+// every `group` columns, and for each scale group of the weights the sum of its codes times the `zero` of the weights
+// (layout.h), [rows, weight groups].
 struct Activations {
   const std::int8_t* codes;
   const float* scales;
@@ -47,6 +48,7 @@ struct QuantizeInputs {
   float* scales;
   std::int32_t* sums;
   std::int64_t stride, group, groups, weight_group, weight_groups;
+  std::int32_t zero;
 };
 
 // Format and width of a weight row that is to be quantised; `group` in columns, never 0.

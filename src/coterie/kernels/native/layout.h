@@ -19,6 +19,20 @@ static inline bool is_scaled(Kind kind) { return kind >= Kind::fp8; }
 
 static inline std::int64_t scale_bytes(ScaleType type) { return type == ScaleType::f32 ? 4 : type == ScaleType::e8m0 ? 1 : 2; }
 
+// Whether the table is consecutive integers, as that of int4: a code is then a number itself.
+static inline bool is_even(const Format& format) {
+  bool even = true;
+  for (int i = 1; i < 16; ++i) even = even && format.table[i] == format.table[0] + i;
+  return even;
+}
+
+// What the number that kernels multiply for a code exceeds its integer by, negated; 1 for affine kinds, whose
+// correction is a float.
+static inline std::int32_t zero_of(const Format& format) {
+  if (is_affine(format.kind)) return 1;
+  return format.kind == Kind::code4 && is_even(format) ? format.table[0] : -128;
+}
+
 // Columns that the codes of a matrix (and int8 activations for it) are padded to.
 static inline std::int64_t padded_cols(Kind kind, std::int64_t cols) {
   return round_up(cols, kind == Kind::f32 ? 1 : kind == Kind::bf16 ? 32 : 64);

@@ -10,7 +10,8 @@ namespace coterie {
 namespace {
 
 bool same_inputs(const Matrix& a, const Matrix& b) {
-  return is_integer(a.format.kind) == is_integer(b.format.kind) && a.cols == b.cols && a.group == b.group;
+  return is_integer(a.format.kind) == is_integer(b.format.kind) && a.cols == b.cols && a.group == b.group &&
+         zero_of(a.format) == zero_of(b.format);
 }
 
 }  // namespace

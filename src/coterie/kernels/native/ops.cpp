@@ -56,9 +56,11 @@ void Device::over_panels(const Bank& bank, std::int64_t row, std::int64_t n, F b
   if (n == 0) return;
   const std::int64_t first = panel_of(bank.shape(), row), last = panel_of(bank.shape(), row + n - 1);
   parallel_for(pool_, last - first + 1, [&](std::int64_t i) {
-    std::int64_t begin = row, end = row + n;
-    while (panel_of(bank.shape(), begin) < first + i) ++begin;
-    while (panel_of(bank.shape(), end - 1) > first + i) --end;
+    const Matrix& shape = bank.shape();
+    const std::int64_t segment = (first + i) / shape.segment_panels, within = (first + i) % shape.segment_panels;
+    const std::int64_t top = segment * shape.segment_rows, start = top + within * kPanel;
+    const std::int64_t begin = std::max(row, start);
+    const std::int64_t end = std::min({row + n, start + kPanel, top + shape.segment_rows});
     body(begin, end);
   });
 }

@@ -61,7 +61,7 @@ QuantizeInputs Device::inputs_for(const Matrix& weight, std::int64_t rows, Works
   const std::int64_t groups = (weight.cols + group - 1) / group;
   return {x,     x_stride, weight.cols,  0,
           weight.cols, space.take<std::int8_t>(rows * stride), space.take<float>(rows * groups),
-          space.take<std::int32_t>(rows * weight.groups), stride, group, groups, weight.group, weight.groups};
+          space.take<std::int32_t>(rows * weight.groups), stride, group, groups, weight.group, weight.groups, zero_of(weight.format)};
 }
 
 void Device::run_tasks(const std::vector<GemmTask>& tasks, std::int64_t cost) {

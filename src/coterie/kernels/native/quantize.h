@@ -4,27 +4,92 @@
 // does not depend on the machine that wrote it. A scale is rounded to its stored type before codes are chosen.
 
 constexpr int kWide = 16;
+constexpr int kParts = kWide / kLanes;
+
+// Sixteen lanes, whatever the width of the level.
+struct Wide {
+  Vec part[kParts];
+};
+
+template <class F>
+COTERIE_INLINE Wide lanewise(F body) {
+  Wide out;
+#pragma GCC unroll 4
+  for (int p = 0; p < kParts; ++p) out.part[p] = body(p);
+  return out;
+}
 
 struct GroupValues {
   const float* x;
   std::int64_t size;
 };
 
-// Adds the lanes of sixteen chains in a fixed tree.
-COTERIE_INLINE float tree_sum(const float* lanes) {
-  float half[8];
-  for (int i = 0; i < 8; ++i) half[i] = lanes[i] + lanes[i + 8];
-  return ((half[0] + half[4]) + (half[2] + half[6])) + ((half[1] + half[5]) + (half[3] + half[7]));
+// Values [at, at + 16) of a group; zeros past its end.
+COTERIE_INLINE Wide load_wide(const GroupValues& g, std::int64_t at) {
+  if (g.size - at >= kWide) return lanewise([&](int p) { return load(g.x + at + p * kLanes); });
+  float x[kWide] = {};
+  std::memcpy(x, g.x + at, sizeof(float) * static_cast<std::size_t>(g.size - at));
+  return lanewise([&](int p) { return load(x + p * kLanes); });
 }
 
-// The value of largest magnitude, with its sign; NaN or infinity if one is in the group.
-static float extreme(const GroupValues& g) {
-  float best = 0.0f, poison = 0.0f;
-  for (std::int64_t i = 0; i < g.size; ++i) {
-    best = __builtin_fabsf(g.x[i]) > __builtin_fabsf(best) ? g.x[i] : best;
-    poison += g.x[i] * 0.0f;
+// Ones for the first n of the sixteen lanes, the p-th part of them.
+COTERIE_INLINE Vec tail_mask(std::int64_t n, int p) {
+  Vec out = {};
+  for (int l = 0; l < kLanes; ++l) out[l] = p * kLanes + l < n ? 1.0f : 0.0f;
+  return out;
+}
+
+// Combines the lanes in a fixed tree.
+template <class F>
+COTERIE_INLINE float fold(const Wide& w, F both) {
+  typedef float Four __attribute__((vector_size(16)));
+  float lanes[kWide];
+  std::memcpy(lanes, &w, sizeof lanes);
+  Four quarter[4];
+  std::memcpy(quarter, lanes, sizeof quarter);
+  const Four four = both(both(quarter[0], quarter[2]), both(quarter[1], quarter[3]));
+  float f[4];
+  std::memcpy(f, &four, sizeof f);
+  return both(both(f[0], f[2]), both(f[1], f[3]));
+}
+
+struct Plus {
+  template <class T>
+  T operator()(T a, T b) const { return a + b; }
+};
+struct Larger {
+  template <class T>
+  T operator()(T a, T b) const { return a > b ? a : b; }
+};
+
+COTERIE_INLINE float tree_sum(const Wide& w) { return fold(w, Plus{}); }
+
+// The least and the largest value, and NaN in both if a value is NaN or infinite. Zero counts as a value.
+struct Range {
+  float low, high;
+};
+
+static Range range_of(const GroupValues& g) {
+  Wide low = {}, high = {}, poison = {};
+  for (std::int64_t i = 0; i < g.size; i += kWide) {
+    const Wide x = load_wide(g, i);
+    for (int p = 0; p < kParts; ++p) {
+      low.part[p] = max(low.part[p], -x.part[p]);
+      high.part[p] = max(high.part[p], x.part[p]);
+      poison.part[p] += x.part[p] * splat(0.0f);
+    }
   }
-  return best + poison;
+  const float bad = tree_sum(poison);
+  return {bad - fold(low, Larger{}), bad + fold(high, Larger{})};
+}
+
+// The value of largest magnitude, the first of them, with its sign.
+static float extreme(const GroupValues& g, const Range& range) {
+  if (range.high != -range.low) return range.high > -range.low ? range.high : range.low;
+  for (std::int64_t i = 0; i < g.size; ++i) {
+    if (__builtin_fabsf(g.x[i]) == range.high) return g.x[i];
+  }
+  return range.high;
 }
 
 COTERIE_INLINE float nearest(float x) {
@@ -32,15 +97,18 @@ COTERIE_INLINE float nearest(float x) {
   return (x + magic) - magic;
 }
 
-// Sorted copy of a code table: values, midpoints between neighbours, and the code of each value.
+// Sorted copy of a code table: values, midpoints between neighbours, and the code of each value. `even`: the values
+// are consecutive integers in the order of their codes, as in int4.
 struct SortedTable {
   float values[16], middles[15];
   std::uint8_t codes[16];
   float extreme;
+  bool even;
 };
 
 static SortedTable sort_table(const std::int8_t* table) {
   SortedTable out{};
+  out.even = true;
   for (int i = 0; i < 16; ++i) {
     int at = i;
     for (; at > 0 && out.values[at - 1] > static_cast<float>(table[i]); --at) {
@@ -49,39 +117,99 @@ static SortedTable sort_table(const std::int8_t* table) {
     }
     out.values[at] = static_cast<float>(table[i]);
     out.codes[at] = static_cast<std::uint8_t>(i);
+    out.even = out.even && table[i] == table[0] + i;
   }
   for (int i = 0; i < 15; ++i) out.middles[i] = 0.5f * (out.values[i] + out.values[i + 1]);
   out.extreme = -out.values[0] >= out.values[15] ? out.values[0] : out.values[15];
   return out;
 }
 
-COTERIE_INLINE int table_index(const SortedTable& table, float x) {
-  int index = 0;
-  for (int j = 0; j < 15; ++j) index += x > table.middles[j] ? 1 : 0;
-  return index;
+COTERIE_INLINE Vec clamp(Vec x, float low, float high) {
+  x = x < splat(low) ? splat(low) : x;
+  return x > splat(high) ? splat(high) : x;
 }
 
-// sum(w q)^2 / sum(q^2) of the codes that `inverse` chooses (larger is better), and the scale that fits them best.
-static float fit(const SortedTable& table, const GroupValues& g, float inverse, float* scale) {
-  float wq[kWide] = {}, qq[kWide] = {};
+// The integers n with n - 1/2 < x <= n + 1/2: halves go down, as with midpoints.
+COTERIE_INLINE Vec round_half_down(Vec x) {
+  const Vec magic = splat(12582912.0f);
+  const Vec low = x - splat(0.5f), near = (low + magic) - magic;
+  return near + (near < low ? splat(1.0f) : splat(0.0f));
+}
+
+// The table value next to each x.
+template <bool Even>
+COTERIE_INLINE Wide next_value(const SortedTable& table, const Wide& x) {
+  if constexpr (Even) {
+    return lanewise([&](int p) {
+      return clamp(round_half_down(clamp(x.part[p], -256.0f, 256.0f)), table.values[0], table.values[15]);
+    });
+  }
+  Wide out = lanewise([&](int) { return splat(table.values[0]); });
+#pragma GCC unroll 15
+  for (int j = 0; j < 15; ++j) {
+    const Vec middle = splat(table.middles[j]), value = splat(table.values[j + 1]);
+    for (int p = 0; p < kParts; ++p) out.part[p] = x.part[p] > middle ? value : out.part[p];
+  }
+  return out;
+}
+
+// Its code: an index into the sorted table, turned into the code of the table as it was given.
+template <bool Even>
+COTERIE_INLINE void table_codes(const SortedTable& table, const GroupValues& g, float inverse, std::uint8_t* codes) {
   for (std::int64_t i = 0; i < g.size; i += kWide) {
-    float chosen[kWide], x[kWide];
-    for (int l = 0; l < kWide; ++l) {
-      x[l] = i + l < g.size ? g.x[i + l] : 0.0f;
-      chosen[l] = table.values[0];
+    const Wide x = load_wide(g, i);
+    const Wide scaled = lanewise([&](int p) { return x.part[p] * splat(inverse); });
+    std::uint8_t out[kWide];
+    if constexpr (Even) {
+      const Wide value = next_value<true>(table, scaled);
+      for (int p = 0; p < kParts; ++p) {
+        const Vec index = value.part[p] - splat(table.values[0]);
+        const VecB narrow = low_bytes(__builtin_convertvector(index, VecI));
+        std::memcpy(out + p * kLanes, &narrow, sizeof narrow);
+      }
+    } else {
+      VecI index[kParts] = {};
+      for (int j = 0; j < 15; ++j) {
+        for (int p = 0; p < kParts; ++p) index[p] -= scaled.part[p] > splat(table.middles[j]);
+      }
+      for (int p = 0; p < kParts; ++p) {
+        for (int l = 0; l < kLanes; ++l) out[p * kLanes + l] = table.codes[index[p][l]];
+      }
     }
-    for (int j = 0; j < 15; ++j) {
-      for (int l = 0; l < kWide; ++l) chosen[l] = x[l] * inverse > table.middles[j] ? table.values[j + 1] : chosen[l];
-    }
-    for (int l = 0; l < kWide; ++l) {
-      const float q = i + l < g.size ? chosen[l] : 0.0f;
-      wq[l] += x[l] * q;
-      qq[l] += q * q;
+    std::memcpy(codes + i, out, static_cast<std::size_t>(g.size - i < kWide ? g.size - i : kWide));
+  }
+}
+
+// Scales that are tried: those that map the extreme value to 0.86, 0.90 .. 1.10 of the table's.
+constexpr int kSteps = 7;
+
+// The scale that fits best, by least squares, the codes of the best of the steps: of largest sum(w q)^2 / sum(q^2).
+template <bool Even>
+static float best_fit(const SortedTable& table, const GroupValues& g, float top) {
+  float inverse[kSteps];
+  Wide wq[kSteps] = {}, qq[kSteps] = {};
+  for (int s = 0; s < kSteps; ++s) inverse[s] = table.extreme * (0.86f + 0.04f * static_cast<float>(s)) / top;
+  for (std::int64_t i = 0; i < g.size; i += kWide) {
+    const Wide x = load_wide(g, i);
+    const bool whole = g.size - i >= kWide;
+    const Wide inside = lanewise([&](int p) { return whole ? splat(1.0f) : tail_mask(g.size - i, p); });
+#pragma GCC unroll 7
+    for (int s = 0; s < kSteps; ++s) {
+      const Wide q = next_value<Even>(table, lanewise([&](int p) { return x.part[p] * splat(inverse[s]); }));
+      for (int p = 0; p < kParts; ++p) {
+        const Vec own = q.part[p] * inside.part[p];
+        wq[s].part[p] += x.part[p] * own;
+        qq[s].part[p] += own * own;
+      }
     }
   }
-  const float num = tree_sum(wq), den = tree_sum(qq);
-  *scale = den > 0.0f ? num / den : 0.0f;
-  return den > 0.0f ? num * num / den : 0.0f;
+  float best = -1.0f, scale = 0.0f;
+  for (int s = 0; s < kSteps; ++s) {
+    const float num = tree_sum(wq[s]), den = tree_sum(qq[s]);
+    const float gain = den > 0.0f ? num * num / den : 0.0f;
+    if (gain > best) best = gain, scale = den > 0.0f ? num / den : 0.0f;
+  }
+  return scale;
 }
 
 static float stored_scale(float scale, ScaleType type) {
@@ -94,35 +222,34 @@ COTERIE_INLINE float power_of_two(int exponent) {
   return from_bits(static_cast<std::uint32_t>((exponent < -126 ? -126 : exponent > 127 ? 127 : exponent) + 127) << 23);
 }
 
-// The scale of a table format: the best of a few that map the extreme value near the table's extreme; for e8m0 the
-// better of the two powers of two around it.
+// The power of two, of the two around top / extreme, with the smaller error.
+static float best_power(const SortedTable& table, const GroupValues& g, float top) {
+  std::uint32_t bits;
+  const float ratio = __builtin_fabsf(top / table.extreme);
+  std::memcpy(&bits, &ratio, 4);
+  const int exponent = static_cast<int>(bits >> 23) - 127;
+  float scale = 0.0f, least = __builtin_inff();
+  for (int step = 0; step < 2; ++step) {
+    const float s = power_of_two(exponent + step), inverse = 1.0f / s;
+    Wide error = {};
+    for (std::int64_t i = 0; i < g.size; i += kWide) {
+      const Wide x = load_wide(g, i);
+      const Wide q = next_value<false>(table, lanewise([&](int p) { return x.part[p] * splat(inverse); }));
+      for (int p = 0; p < kParts; ++p) {
+        const Vec d = x.part[p] - splat(s) * q.part[p];
+        error.part[p] += g.size - i < kWide ? d * d * tail_mask(g.size - i, p) : d * d;
+      }
+    }
+    const float sum = tree_sum(error);
+    if (sum < least) least = sum, scale = s;
+  }
+  return scale;
+}
+
 static float table_scale(const SortedTable& table, const GroupValues& g, float top, ScaleType type) {
   if (top == 0.0f) return type == ScaleType::e8m0 ? 1.0f : 0.0f;
-  float best = -1.0f, scale = 0.0f, fitted;
-  if (type == ScaleType::e8m0) {
-    std::uint32_t bits;
-    const float ratio = __builtin_fabsf(top / table.extreme);
-    std::memcpy(&bits, &ratio, 4);
-    const int exponent = static_cast<int>(bits >> 23) - 127;
-    float least = __builtin_inff();
-    for (int step = 0; step < 2; ++step) {
-      const float s = power_of_two(exponent + step);
-      float error[kWide] = {};
-      for (std::int64_t i = 0; i < g.size; ++i) {
-        const float d = g.x[i] - s * table.values[table_index(table, g.x[i] / s)];
-        error[i % kWide] += d * d;
-      }
-      const float sum = tree_sum(error);
-      if (sum < least) least = sum, scale = s;
-    }
-    return scale;
-  }
-  for (int step = 0; step < 7; ++step) {
-    const float inverse = table.extreme * (0.86f + 0.04f * static_cast<float>(step)) / top;
-    const float gain = fit(table, g, inverse, &fitted);
-    if (gain > best) best = gain, scale = fitted;
-  }
-  return stored_scale(scale, type);
+  if (type == ScaleType::e8m0) return best_power(table, g, top);
+  return stored_scale(table.even ? best_fit<true>(table, g, top) : best_fit<false>(table, g, top), type);
 }
 
 COTERIE_INLINE std::uint8_t to_e4m3(float x) {
@@ -167,7 +294,8 @@ static void quantize_row(const QuantizeArgs& args, const float* x, std::uint8_t*
   const SortedTable table = sort_table(format.table);
   for (std::int64_t group = 0, at = 0; at < args.cols; ++group, at += args.group) {
     const GroupValues g{x + at, args.cols - at < args.group ? args.cols - at : args.group};
-    const float top = extreme(g);
+    const Range range = range_of(g);
+    const float top = extreme(g, range);
     std::uint8_t* out = codes + at;
     mins[group] = 0.0f;
     if (top - top != 0.0f) {
@@ -183,7 +311,8 @@ static void quantize_row(const QuantizeArgs& args, const float* x, std::uint8_t*
     } else if (format.kind == Kind::code4) {
       scales[group] = table_scale(table, g, top, format.scale);
       const float inverse = scales[group] != 0.0f ? 1.0f / scales[group] : 0.0f;
-      for (std::int64_t i = 0; i < g.size; ++i) out[i] = table.codes[table_index(table, g.x[i] * inverse)];
+      if (table.even) table_codes<true>(table, g, inverse, out);
+      else table_codes<false>(table, g, inverse, out);
     } else {
       affine_codes(g, format.kind == Kind::affine4 ? 15 : 255, format.scale, out, scales + group, mins + group);
     }

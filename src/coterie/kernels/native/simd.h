@@ -27,7 +27,6 @@ typedef std::int32_t VecI __attribute__((vector_size(kLanes * 4)));
 typedef std::uint32_t VecU __attribute__((vector_size(kLanes * 4)));
 typedef std::uint16_t VecH __attribute__((vector_size(kLanes * 2)));
 typedef std::uint8_t VecB __attribute__((vector_size(kLanes)));
-typedef std::int8_t VecS __attribute__((vector_size(kLanes)));
 
 COTERIE_INLINE Vec splat(float value) {
   return value - Vec{};
@@ -58,6 +57,34 @@ COTERIE_INLINE Vec load_f16(const std::uint16_t* p) {
   Vec v;
   for (int i = 0; i < kLanes; ++i) v[i] = from_f16(p[i]);
   return v;
+#endif
+}
+
+// Bytes to and from 32 bits. (The compiler's own conversion goes through single lanes here.)
+COTERIE_INLINE VecU load_bytes(const unsigned char* p) {
+#if defined(__AVX512F__)
+  return (VecU)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  return (VecU)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  VecB bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, VecU);
+#endif
+}
+
+COTERIE_INLINE VecB low_bytes(VecI v) {
+#if defined(__AVX512F__)
+  return (VecB)_mm512_cvtepi32_epi8((__m512i)v);
+#elif defined(__AVX2__)
+  const __m256i v2 = _mm256_shuffle_epi8(
+      (__m256i)v, _mm256_broadcastsi128_si256(_mm_set_epi32(-1, -1, -1, 0x0c080400)));
+  const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(v2), _mm256_extracti128_si256(v2, 1));
+  VecB out;
+  std::memcpy(&out, &both, sizeof out);
+  return out;
+#else
+  return __builtin_convertvector(v, VecB);
 #endif
 }
 
