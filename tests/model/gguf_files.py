@@ -13,7 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -153,3 +153,20 @@ def _deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["model_type"] == "deepseek_v3":
         values |= {"expert_gating_func": 2, "expert_weights_norm": bool(config["norm_topk_prob"])}
     return values
+
+
+HALVES = {
+    "Q6_K": (208,), "Q2_K": (80, 82), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2),
+}  # fmt: skip
+
+
+def tame_raw(name: str, rows: int, blocks: int, rng: np.random.Generator) -> np.ndarray:
+    """Random blocks [rows, bytes] whose scales are of ordinary size, so that a model of them stays finite."""
+    raw = rng.integers(0, 256, (rows * blocks, GGML_QUANT_SIZES[GGMLQuantizationType[name]][1]), dtype=np.uint8)
+    if name == "MXFP4":
+        raw[:, 0] = rng.integers(110, 130, len(raw))
+    else:
+        for start in HALVES.get(name, (0,)):
+            size = 0.02 / {"IQ4_XS": 1000, "Q6_K": 2000, "Q4_K": 300, "Q5_K": 600, "Q8_0": 100}.get(name, 50)
+            raw[:, start : start + 2] = rng.normal(0, size, (len(raw), 1)).astype(np.float16).view(np.uint8)
+    return raw.reshape(rows, -1)

@@ -27,7 +27,7 @@ from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "model"))
-from gguf_files import gguf_tensors, metadata_of, write_gguf
+from gguf_files import gguf_tensors, metadata_of, tame_raw, write_gguf
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "page_size": 16, "threads": 1, "kv_cache_tokens": 512}
 ARCHITECTURES = {
@@ -158,27 +158,47 @@ def test_split_files_and_a_folder(oracle_of: Get, tmp_path: Path) -> None:
         open_gguf(tmp_path)
 
 
-def test_expanded_types_say_that_memory_grows(oracle_of: Get, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.entry.id == "qwen2-dense-tied")
-    oracle = oracle_of(case)
-    metadata, tensors = parts(oracle, "qwen2")
-    number = GGMLQuantizationType.Q2_K
-    metadata["qwen2.feed_forward_length"] = 256
-    rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen2")
+MIXTURE = {
+    "token_embd": "Q8_0", "attn_output": "IQ4_XS", "output.weight": "Q6_K", "attn_q": "Q4_K", "attn_k": "Q5_K",
+    "attn_v": "Q6_K", "ffn_gate": "Q4_K", "ffn_up": "Q6_K", "ffn_down": "Q2_K",
+}  # fmt: skip
+WIDE = _other("llama-gguf-256", "Llama", {}, hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=2)
+
+
+def test_a_mixture_of_block_types(oracle_of: Get, tmp_path: Path) -> None:
+    """As Q4_K_M and the like are: a type for each tensor. Every bank holds what its blocks mean."""
+    metadata, tensors = parts(oracle_of(WIDE), "llama")
+    rng = np.random.default_rng(3)
+    wide = dict(tensors)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     for key, value in metadata.items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
     for name, value in tensors.items():
-        if "ffn_down" in name:
-            blocks = rng.integers(0, 256, (64, 84), dtype=np.uint8)
-            blocks[:, 80:84] = np.frombuffer(np.float16([0.01, 0.01]).tobytes(), np.uint8)
-            writer.add_tensor(name, blocks, raw_dtype=number)
-        else:
-            writer.add_tensor(name, np.resize(value, (256, 64)) if "ffn_" in name and value.ndim == 2 else value)
+        kind = next((kind for part, kind in MIXTURE.items() if part in name and value.ndim == 2), None)
+        if kind is None:
+            writer.add_tensor(name, value)
+            continue
+        number = GGMLQuantizationType[kind]
+        raw = tame_raw(kind, len(value), 256 // gguf.GGML_QUANT_SIZES[number][0], rng)
+        wide[name] = quants.dequantize(raw, number)
+        writer.add_tensor(name, raw, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    write_gguf(tmp_path / "wide.gguf", "llama", metadata, wide)
+    token_ids = prompt(30, seed=2)
+    with LLM(tmp_path / "wide.gguf", **OPTIONS) as llm:
+        expected = llm.logits(token_ids)
+    with LLM(tmp_path / "model.gguf", dtype="float32", **OPTIONS) as llm:
+        np.testing.assert_array_equal(llm.logits(token_ids), expected)
     with LLM(tmp_path / "model.gguf", **OPTIONS) as llm:
-        assert any("Q2_K have no form of their own" in line for line in llm._info.load_lines)
-        assert np.isfinite(llm.logits(prompt(5, seed=1))).all()
+        lines = "\n".join(llm._info.load_lines)
+        close = llm.logits(token_ids)
+    for said in (
+        "Q8_0 -> int8 g32: exact", "Q4_K -> affine4 g32: exact", "Q5_K -> affine8 g32: exact",
+        "Q6_K -> int8 g16: exact", "IQ4_XS -> iq4 g32: exact", "Q4_K -> bf16: rounded", "Q6_K -> bf16: rounded", "Q2_K -> bf16: rounded",
+        "Q2_K have no form of their own",
+    ):
+        assert said in lines, (said, lines)
+    assert np.linalg.norm(close - expected) < 0.1 * np.linalg.norm(expected)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.model.banks import Rows
-from coterie.model.dequant import PLAIN_DTYPES, BlockScale, dequantize_rows, to_float32
+from coterie.model.dequant import PLAIN_DTYPES, BlockScale, dequantize_rows, fp8_codes, to_float32
 from coterie.model.formats.codes import CodeRows, FloatArray
 from coterie.model.formats.ggml import DECODERS, decode, expand
 from coterie.model.formats.packed import Sides, scale_table, zero_table
@@ -26,10 +26,10 @@ _T = TypeVar("_T", np.float32, np.uint16)
 
 
 class Decoder:
-    """`block`: of the checkpoint's FP8 format, if it has one."""
+    """`block`: of the checkpoint's FP8 format, if it has one. `keep_fp8`: some bank takes its codes as they are."""
 
-    def __init__(self, block: Fp8BlockQuant) -> None:
-        self.block = block
+    def __init__(self, block: Fp8BlockQuant, *, keep_fp8: bool) -> None:
+        self.block, self.keep_fp8 = block, keep_fp8
         self.scales: dict[str, BlockScale] = {}
         self._raw: dict[str, RawBytes] = {}
         self._sides: dict[str, Sides] = {}
@@ -51,7 +51,9 @@ class Decoder:
             return self._packed(item.packed, tensor, piece, raw)
         shape = (piece.rows, tensor.matrix_shape[1])
         if item.scale is not None:
-            return dequantize_rows(raw.reshape(shape), piece.row, self.scales[item.scale.name])
+            scale, bytes_of = self.scales[item.scale.name], raw.reshape(shape)
+            rows = fp8_codes(bytes_of, piece.row, scale) if self.keep_fp8 else None
+            return dequantize_rows(bytes_of, piece.row, scale) if rows is None else rows
         if tensor.dtype == "BF16":
             return _unpair(raw.view("<u2").reshape(shape), tensor)
         if tensor.dtype in PLAIN_DTYPES:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.model.formats.codes import CodeRows
 from coterie.spec.model import Fp8BlockQuant
+from coterie.spec.weights import GROUPS, WeightFormat
 
 PLAIN_DTYPES = ("F32", "BF16", "F16")
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -74,10 +76,23 @@ class BlockScale:
         """Products with such scales are exact, in bfloat16 too: e4m3 has four significant bits."""
         return bool((np.frexp(self.table)[0] == 0.5).all())
 
+    @property
+    def fp8_format(self) -> WeightFormat | None:
+        """The format that holds such a weight as it is, one scale a row and group; None if blocks are of odd width."""
+        return WeightFormat("fp8", self.block.block_cols) if self.block.block_cols in GROUPS else None
+
 
 def scale_shape(shape: tuple[int, int], block: Fp8BlockQuant) -> tuple[int, int]:
     """The scale table that a weight [rows, cols] must have."""
     return -(-shape[0] // block.block_rows), -(-shape[1] // block.block_cols)
+
+
+def fp8_codes(codes: NDArray[np.uint8], row: int, scale: BlockScale) -> CodeRows | None:
+    """Rows [row, row + n) of an e4m3 weight as they are, with the scale of their block for every row."""
+    form = scale.fp8_format
+    if form is None:
+        return None
+    return CodeRows(form, codes, scale.table[(row + np.arange(len(codes))) // scale.block.block_rows])
 
 
 def dequantize_rows(codes: NDArray[np.uint8], row: int, scale: BlockScale) -> FloatArray:

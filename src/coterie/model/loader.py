@@ -150,7 +150,8 @@ class _Load:
     def __init__(self, plan: LoadPlan, spec: ModelSpec, kernels: Kernels, progress: ProgressCallback | None) -> None:
         self.plan = plan
         block = spec.quantization
-        self.decoder = Decoder(block if isinstance(block, Fp8BlockQuant) else Fp8BlockQuant())
+        block = block if isinstance(block, Fp8BlockQuant) else Fp8BlockQuant()
+        self.decoder = Decoder(block, keep_fp8=any(form.kind == "fp8" for form in plan.bank_formats.values()))
         self.filler = BankFiller(kernels, plan.layout, plan.bank_formats)
         self.stats = ReadStats()
         self.clock = _Clock(progress)
@@ -241,7 +242,8 @@ class _Load:
     def _conversion(self, item: PlannedTensor, held: WeightFormat) -> _Conversion:
         stored, label = item.tensor.dtype, held.label()
         if item.scale is not None:
-            exact = not held.is_scaled and self.decoder.scales[item.scale.name].is_power_of_two
+            scale = self.decoder.scales[item.scale.name]
+            exact = scale.fp8_format == held or (not held.is_scaled and scale.is_power_of_two)
             return _Conversion(f"{stored} x {item.scale.dtype} block scales", label, exact)
         if item.packed is not None:
             stored = f"{item.packed.stored.scheme.layout} {item.packed.stored.scheme.bits} bits"
