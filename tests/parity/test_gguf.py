@@ -197,8 +197,8 @@ def test_a_mixture_of_block_types(oracle_of: Get, tmp_path: Path) -> None:
         close = llm.logits(token_ids)
     for said in (
         "Q8_0 -> int8 g32: exact", "Q4_K -> affine4 g32: exact", "Q5_K -> affine8 g32: exact",
-        "Q6_K -> int8 g16: exact", "IQ4_XS -> iq4 g32: exact", "Q4_K -> bf16: rounded", "Q6_K -> bf16: rounded", "Q2_K -> bf16: rounded",
-        "Q2_K have no form of their own",
-    ):
+        "Q6_K -> int8 g16: exact", "IQ4_XS -> iq4 g32: exact", "Q4_K -> bf16: rounded", "Q6_K -> bf16: rounded",
+        "Q2_K -> bf16: rounded", "Q2_K have no form of their own",
+    ):  # fmt: skip
         assert said in lines, (said, lines)
     assert np.linalg.norm(close - expected) < 0.1 * np.linalg.norm(expected)

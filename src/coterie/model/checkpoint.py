@@ -78,7 +78,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Find and check the headers of a folder (or of one file). Raises only if there is nothing to look at."""
     checkpoint = Checkpoint(path)
     if find_gguf(path):
-        model = open_gguf(path)
+        model = open_gguf(path, with_tokenizer=False)
         checkpoint.files, checkpoint.tensors = list(model.files), dict(model.tensors)
         checkpoint.notes.extend(model.notes)
         return checkpoint

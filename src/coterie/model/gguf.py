@@ -35,8 +35,11 @@ class GgufModel:
     notes: tuple[str, ...]
 
 
-def open_gguf(path: Path) -> GgufModel:
-    """Read the headers of a GGUF file, of all parts of a split one, or of the one model in a folder."""
+def open_gguf(path: Path, *, with_tokenizer: bool = True) -> GgufModel:
+    """Read the headers of a GGUF file, of all parts of a split one, or of the one model in a folder.
+
+    `with_tokenizer` false saves the time to rebuild it, for those who want tensors only.
+    """
     paths = find_gguf(path)
     if not paths:
         raise LoadError(f"{path} is no GGUF file and holds none")
@@ -53,7 +56,7 @@ def open_gguf(path: Path) -> GgufModel:
         notes.append(f"{len(beyond)} tensors of prediction layers in a GGUF file are not used")
     for name in beyond:
         del named[name]
-    tokenizer = tokenizer_of(first.metadata, first.path.name)
+    tokenizer = tokenizer_of(first.metadata, first.path.name) if with_tokenizer else None
     return GgufModel(tuple(paths), config, tokenizer, named, tuple(notes))
 
 

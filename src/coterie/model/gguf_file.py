@@ -76,6 +76,20 @@ class _Header:
     def string(self, limit: int, what: str) -> str:
         return self.bytes(self.count("Q", limit, f"length of {what}"), what).decode("utf-8", "replace")
 
+    def strings(self, count: int, what: str) -> list[str]:
+        """Many strings: a vocabulary has a quarter of a million, so this loop does only what it must."""
+        result: list[str] = []
+        read, at, end = self.file.read, self.at, min(self.size, MAX_HEADER_BYTES)
+        for _ in range(count):
+            prefix = read(8)
+            length = int.from_bytes(prefix, "little")
+            at += 8 + length
+            if len(prefix) < 8 or at > end:
+                raise LoadError(f"{self.path.name}: {what} goes past the end: truncated or damaged")
+            result.append(read(length).decode("utf-8", "replace"))
+        self.at = at
+        return result
+
     def value(self, kind: int, what: str) -> Any:
         """A metadata value of a type number."""
         if kind in _SCALARS:
@@ -91,7 +105,7 @@ class _Header:
             return np.frombuffer(self.bytes(count * form.itemsize, what), form).tolist()
         if item != _STRING:
             raise LoadError(f"{self.path.name}: {what} is an array of value type {item}, which is not read")
-        return [self.string(MAX_STRING_BYTES, what) for _ in range(count)]
+        return self.strings(count, what)
 
 
 def read_gguf(path: Path) -> GgufFile:
