@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -88,7 +89,7 @@ def make_checkpoint(shape: str, folder: Path, cut: Cut, *, seed: int = 0) -> Pat
     spec = ModelSpec.from_hf(config)
     write_tokenizer(folder, config)
     with Progress(TextColumn(folder.name), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-                  TimeRemainingColumn()) as progress:  # fmt: skip
+                  TimeRemainingColumn(), console=Console(stderr=True)) as progress:  # fmt: skip
         write_weights(folder, spec, seed, progress)
     done.write_text(json.dumps(config, indent=2) + "\n")  # last: it says that all is there
     return folder

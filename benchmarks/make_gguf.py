@@ -20,6 +20,7 @@ from typing import Any
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 from rich.progress import track
 from safetensors import safe_open
 
@@ -193,7 +194,7 @@ def write_bf16(folder: Path, out: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for tensor in track(planned, f"{out.name}"):
+    for tensor in track(planned, out.name, console=Console(stderr=True)):
         writer.write_tensor_data(np.ascontiguousarray(tensor.data()))
     writer.close()
     partial.rename(out)
@@ -216,13 +217,15 @@ def make_gguf(folder: Path, out: Path, kind: str, threads: int) -> Path:
         return out
     import llama_cpp
 
+    quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(quiet, None)
     base = make_gguf(folder, out.with_name(f"{folder.name}-bf16.gguf"), "bf16", threads)
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.nthread = TYPES[kind], threads
     partial = out.with_name(out.name + ".partial")
     status = llama_cpp.llama_model_quantize(str(base).encode(), str(partial).encode(), params)
     if status != 0:
-        raise RuntimeError(f"llama.cpp's quantiser failed with {status} on {base.name}; its log is above")
+        raise RuntimeError(f"llama.cpp's quantiser failed with {status} on {base.name}")
     partial.rename(out)
     return out
 
