@@ -77,7 +77,47 @@ class RopeInputs:
     def __init__(self, table: Array, positions: Array) -> None: ...
 
 class Layout:
-    def __init__(self, query_start: Array, positions: Array, blocks: Array | None, page_size: int) -> None: ...
+    def __init__(
+        self, query_start: Array, positions: Array, blocks: Array | None, page_size: int, slots: Array | None = None
+    ) -> None: ...
+
+class Linear:
+    def __init__(self, bank: Bank, bias: Array | None) -> None: ...
+
+class LatentWeights:
+    def __init__(
+        self,
+        *,
+        q_a: Linear | None,
+        q_norm: Array | None,
+        q_b: Linear,
+        kv_a: Linear,
+        kv_norm: Array,
+        w_uk: Bank,
+        w_uv: Bank,
+        o: Linear,
+        rope: Array,
+        shape: AttentionShape,
+    ) -> None: ...
+
+class GroupedWeights:
+    def __init__(
+        self,
+        *,
+        q: Linear,
+        k: Linear,
+        v: Linear,
+        o: Linear,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        rope: Array,
+        shape: AttentionShape,
+    ) -> None: ...
+
+class Entry:
+    def __init__(
+        self, delta: Array, residual: Array | None, norm: Array, eps: float, out: Array, total: Array | None
+    ) -> None: ...
 
 class Device:
     def __init__(self, threads: int, isa: str) -> None: ...
@@ -116,6 +156,10 @@ class Device:
     ) -> None: ...
     def gqa_heads(
         self, x: Array, weight: Array | None, rope: RopeInputs, shape: AttentionShape, out: Array
+    ) -> None: ...
+    def latent_block(self, weights: LatentWeights, entry: Entry, layout: Layout, cache: Array | None) -> None: ...
+    def grouped_block(
+        self, weights: GroupedWeights, entry: Entry, layout: Layout, keys: Array | None, values: Array | None
     ) -> None: ...
     def cache_write(self, cache: Array, rows: Array, slots: Array, heads: int, exact: int) -> None: ...
     def attend(

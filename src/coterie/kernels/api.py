@@ -45,7 +45,7 @@ class ExpertBanks:
 class Prepared:
     """A ForwardBatch in backend memory. `host` is the batch it came from; all arrays have the lengths given there.
 
-    `ones_counts` [1] holds T: a dense feed-forward is an expert bank of one.
+    `ones_counts` [1] holds T: a dense feed-forward is an expert bank of one. `layout`: the backend's own form, if any.
     """
 
     host: ForwardBatch
@@ -57,10 +57,54 @@ class Prepared:
     block_tables: Array | None
     slot_mapping: Array | None
     ones_counts: Array
+    layout: Any = None
 
     @property
     def num_tokens(self) -> int:
         return self.host.num_tokens
+
+
+class Projection(NamedTuple):
+    """A bank of one matrix and its bias."""
+
+    weight: Bank
+    bias: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """MLA's weights. `q_a` and `q_norm` are None where the query comes from one projection `q_b` of the input."""
+
+    q_a: Projection | None
+    q_norm: Array | None
+    q_b: Projection
+    kv_a: Projection
+    kv_norm: Array
+    w_uk: Bank
+    w_uv: Bank
+    o: Projection
+    rope: Array
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeights:
+    """GQA's weights; `norms` are the per-head weights of q and k."""
+
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
+    norms: tuple[Array, Array] | None
+    rope: Array
+
+
+class BlockInput(NamedTuple):
+    """What a pre-norm block reads: RMSNorm(residual + delta), of delta alone at the bottom of the model."""
+
+    delta: Array
+    residual: Array | None
+    norm: Array
+    eps: float
 
 
 class Routed(NamedTuple):
@@ -217,3 +261,15 @@ class Kernels(Protocol):
 
     def head(self, x: Array, weight: Bank) -> Array:
         """Logits: [M, H] -> float32 [M, vocab]."""
+
+
+class FusedKernels(Kernels, Protocol):
+    """Optional members. Their meaning is that of the ops above in `model.attention`'s order, bit for bit."""
+
+    def bind_attention(self, weights: LatentWeights | GroupedWeights, spec: AttentionSpec) -> Any:
+        """Weights in the form that `attention_block` takes, checked once."""
+
+    def attention_block(
+        self, bound: Any, entry: BlockInput, batch: Prepared, cache: dict[str, Array]
+    ) -> tuple[Array, Array]:
+        """(attention(norm(residual + delta)), residual + delta); writes the step's rows to `cache` unless empty."""

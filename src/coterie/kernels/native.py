@@ -15,7 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.kernels import _native
-from coterie.kernels.api import ExpertBanks, HostArray, Prepared, Regrouped, Routed, SortedRows
+from coterie.kernels.api import (
+    BlockInput,
+    ExpertBanks,
+    GroupedWeights,
+    HostArray,
+    LatentWeights,
+    Prepared,
+    Projection,
+    Regrouped,
+    Routed,
+    SortedRows,
+)
 from coterie.kernels.batch import ForwardBatch
 from coterie.spec.cache import CacheKind, CacheStream
 from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
@@ -92,16 +103,20 @@ class NativeKernels:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
     def prepare(self, batch: ForwardBatch) -> Prepared:
+        positions, starts = _integers(batch.positions, np.int32), _integers(batch.query_start, np.int32)
+        tables = None if batch.block_tables is None else _integers(batch.block_tables, np.int32)
+        slots = None if batch.slot_mapping is None else _integers(batch.slot_mapping, np.int64)
         return Prepared(
             host=batch,
             token_ids=_integers(batch.token_ids, np.int32),
-            positions=_integers(batch.positions, np.int32),
-            query_start=_integers(batch.query_start, np.int32),
+            positions=positions,
+            query_start=starts,
             context_lens=_integers(batch.context_lens, np.int32),
             logit_rows=_integers(batch.logit_rows, np.int32),
-            block_tables=None if batch.block_tables is None else _integers(batch.block_tables, np.int32),
-            slot_mapping=None if batch.slot_mapping is None else _integers(batch.slot_mapping, np.int64),
+            block_tables=tables,
+            slot_mapping=slots,
             ones_counts=np.array([batch.num_tokens], np.int64),
+            layout=_native.Layout(starts, positions, tables, batch.page_size, slots),
         )
 
     def to_host(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -182,9 +197,57 @@ class NativeKernels:
         query, shape = _floats(query), _shape(spec)
         width = spec.kv_lora_rank if values is None else spec.v_head_dim
         out = np.empty((len(query), spec.num_heads, width), np.float32)
-        layout = _native.Layout(batch.query_start, batch.positions, batch.block_tables, batch.host.page_size)
-        self._device.attend(query, keys, values, layout, shape, out)
+        self._device.attend(query, keys, values, batch.layout, shape, out)
         return out
+
+    def bind_attention(
+        self, weights: LatentWeights | GroupedWeights, spec: AttentionSpec
+    ) -> _native.LatentWeights | _native.GroupedWeights:
+        def linear(projection: Projection) -> _native.Linear:
+            return _native.Linear(projection.weight, projection.bias)
+
+        if isinstance(weights, GroupedWeights):
+            q_norm, k_norm = weights.norms or (None, None)
+            return _native.GroupedWeights(
+                q=linear(weights.q),
+                k=linear(weights.k),
+                v=linear(weights.v),
+                o=linear(weights.o),
+                q_norm=q_norm,
+                k_norm=k_norm,
+                rope=weights.rope,
+                shape=_shape(spec),
+            )
+        return _native.LatentWeights(
+            q_a=None if weights.q_a is None else linear(weights.q_a),
+            q_norm=weights.q_norm,
+            q_b=linear(weights.q_b),
+            kv_a=linear(weights.kv_a),
+            kv_norm=weights.kv_norm,
+            w_uk=weights.w_uk,
+            w_uv=weights.w_uv,
+            o=linear(weights.o),
+            rope=weights.rope,
+            shape=_shape(spec),
+        )
+
+    def attention_block(
+        self,
+        bound: _native.LatentWeights | _native.GroupedWeights,
+        entry: BlockInput,
+        batch: Prepared,
+        cache: dict[str, NDArray[Any]],
+    ) -> tuple[Floats, Floats]:
+        delta = _floats(entry.delta)
+        residual = None if entry.residual is None else _floats(entry.residual)
+        out = np.empty_like(delta)
+        total = None if residual is None else np.empty_like(delta)
+        given = _native.Entry(delta, residual, entry.norm, entry.eps, out, total)
+        if isinstance(bound, _native.LatentWeights):
+            self._device.latent_block(bound, given, batch.layout, cache.get("latent"))
+        else:
+            self._device.grouped_block(bound, given, batch.layout, cache.get("key"), cache.get("value"))
+        return out, delta if total is None else total
 
     def route(self, x: Floats, gate: _native.Bank, bias: Floats | None, spec: MoESpec) -> Routed:
         x = _floats(x)

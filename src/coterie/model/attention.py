@@ -10,88 +10,108 @@ The latent is never expanded, so a generated page can be reused as a prompt's pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from coterie.kernels.api import Array, Bank, Kernels, Prepared
+from coterie.kernels.api import Array, BlockInput, GroupedWeights, Kernels, LatentWeights, Prepared
 from coterie.spec.model import AttentionSpec
 
 LayerCache = dict[str, Array]
 """The cache streams of one layer by name; empty when the batch has no cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """One projection with an optional bias."""
-
-    weight: Bank
-    bias: Array | None
-    kernels: Kernels
-
-    def forward(self, x: Array) -> Array:
-        """[T, cols] -> [T, rows]."""
-        return self.kernels.linear(x, self.weight, self.bias)
-
-
 class Attention(Protocol):
     """What a decoder layer asks of its attention."""
 
-    def forward(self, x: Array, batch: Prepared, cache: LayerCache) -> Array:
-        """Normed input [T, H] -> [T, H]; writes the step's rows to the cache first."""
+    def block(self, entry: BlockInput, batch: Prepared, cache: LayerCache) -> tuple[Array, Array]:
+        """(attention of the normed input, residual + delta), both [T, H]; writes the step's rows to the cache."""
+
+
+def bind(kernels: Kernels, weights: LatentWeights | GroupedWeights, spec: AttentionSpec) -> Any:
+    """The backend's form of a block's weights for its fused op; None if it has no such op."""
+    binder = getattr(kernels, "bind_attention", None)
+    return None if binder is None else binder(weights, spec)
+
+
+def run_block(
+    attention: LatentAttention | GroupedAttention, entry: BlockInput, batch: Prepared, cache: LayerCache
+) -> tuple[Array, Array]:
+    """The fused op where the backend has one, else the norm and `forward`: the same bits."""
+    kernels: Any = attention.kernels
+    if attention.bound is not None:
+        out: tuple[Array, Array] = kernels.attention_block(attention.bound, entry, batch, cache)
+        return out
+    x, total = normed(attention.kernels, entry)
+    return attention.forward(x, batch, cache), total
+
+
+def normed(kernels: Kernels, entry: BlockInput) -> tuple[Array, Array]:
+    """(norm of the sum, the sum)."""
+    if entry.residual is None:
+        return kernels.norm(entry.delta, entry.norm, entry.eps), entry.delta
+    return kernels.add_norm(entry.delta, entry.residual, entry.norm, entry.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """MLA. With `q_a` None the query comes from one projection `q_b` of x (V2-Lite, Moonlight)."""
+    """MLA. `bound`: the weights as the backend's fused op takes them, if it has one."""
 
     spec: AttentionSpec
-    q_a: Linear | None
-    q_norm: Array | None
-    q_b: Linear
-    kv_a: Linear
-    kv_norm: Array
-    w_uk: Bank
-    w_uv: Bank
-    o: Linear
-    rope: Array
+    weights: LatentWeights
     kernels: Kernels
+    bound: Any = None
+
+    def block(self, entry: BlockInput, batch: Prepared, cache: LayerCache) -> tuple[Array, Array]:
+        return run_block(self, entry, batch, cache)
 
     def forward(self, x: Array, batch: Prepared, cache: LayerCache) -> Array:
-        spec, kernels = self.spec, self.kernels
+        """Normed input [T, H] -> [T, H], op by op."""
+        spec, weights, kernels = self.spec, self.weights, self.kernels
         latent_q = x
-        if self.q_a is not None:
-            latent_q = kernels.norm(self.q_a.forward(x), self.q_norm, spec.latent_norm_eps)
+        if weights.q_a is not None:
+            latent_q = kernels.norm(kernels.linear(x, *weights.q_a), weights.q_norm, spec.latent_norm_eps)
         query, rows = kernels.mla_inputs(
-            self.q_b.forward(latent_q), self.kv_a.forward(x), self.w_uk, self.kv_norm, self.rope, batch.positions, spec
+            kernels.linear(latent_q, *weights.q_b),
+            kernels.linear(x, *weights.kv_a),
+            weights.w_uk,
+            weights.kv_norm,
+            weights.rope,
+            batch.positions,
+            spec,
         )
         if cache:
             kernels.cache_write(cache["latent"], rows, batch, spec.cache_streams[0])
         out = kernels.attend(query, cache["latent"] if cache else rows, None, batch, spec)
-        values = kernels.head_linear(out, self.w_uv)
-        return self.o.forward(values.reshape(-1, spec.num_heads * spec.v_head_dim))
+        values = kernels.head_linear(out, weights.w_uv)
+        return kernels.linear(values.reshape(-1, spec.num_heads * spec.v_head_dim), *weights.o)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedAttention:
-    """Grouped-query attention with optional per-head QK norm (before rope) and biases."""
+    """Grouped-query attention with optional per-head QK norm (before rope) and biases. `bound` as above."""
 
     spec: AttentionSpec
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
-    norms: tuple[Array, Array] | None
-    rope: Array
+    weights: GroupedWeights
     kernels: Kernels
+    bound: Any = None
+
+    def block(self, entry: BlockInput, batch: Prepared, cache: LayerCache) -> tuple[Array, Array]:
+        return run_block(self, entry, batch, cache)
 
     def forward(self, x: Array, batch: Prepared, cache: LayerCache) -> Array:
-        spec, kernels = self.spec, self.kernels
+        """Normed input [T, H] -> [T, H], op by op."""
+        spec, weights, kernels = self.spec, self.weights, self.kernels
         query, keys = kernels.gqa_inputs(
-            self.q.forward(x), self.k.forward(x), self.norms, self.rope, batch.positions, spec
+            kernels.linear(x, *weights.q),
+            kernels.linear(x, *weights.k),
+            weights.norms,
+            weights.rope,
+            batch.positions,
+            spec,
         )
-        values = self.v.forward(x)
+        values = kernels.linear(x, *weights.v)
         if cache:
             for stream, rows in zip(spec.cache_streams, (keys, values), strict=True):
                 kernels.cache_write(cache[stream.name], rows, batch, stream)
             keys, values = cache["key"], cache["value"]
         out = kernels.attend(query, keys, values, batch, spec)
-        return self.o.forward(out.reshape(-1, spec.num_heads * spec.v_head_dim))
+        return kernels.linear(out.reshape(-1, spec.num_heads * spec.v_head_dim), *weights.o)

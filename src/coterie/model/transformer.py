@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.comm.transport import Handle, LocalTransport, Transport
-from coterie.kernels.api import Array, Bank, Kernels, Prepared
-from coterie.model.attention import Attention, GroupedAttention, LatentAttention, LayerCache, Linear
+from coterie.kernels.api import Array, Bank, BlockInput, GroupedWeights, Kernels, LatentWeights, Prepared, Projection
+from coterie.model.attention import Attention, GroupedAttention, LatentAttention, LayerCache, bind
 from coterie.moe.dispatch import Dispatcher
 from coterie.moe.experts import Experts
 from coterie.moe.layer import MoELayer
@@ -54,12 +54,8 @@ class DecoderLayer:
         self, delta: Array, residual: Array | None, batch: Prepared, cache: LayerCache
     ) -> Generator[Handle, None, tuple[Array, Array]]:
         """(delta, residual) -> the same after this layer; its input is their sum (delta alone at the bottom)."""
-        kernels = self.runtime.kernels
-        if residual is None:
-            x, residual = kernels.norm(delta, self.attention_norm, self.eps), delta
-        else:
-            x, residual = kernels.add_norm(delta, residual, self.attention_norm, self.eps)
-        delta = self.attention.forward(x, batch, cache)
+        kernels, entry = self.runtime.kernels, BlockInput(delta, residual, self.attention_norm, self.eps)
+        delta, residual = self.attention.block(entry, batch, cache)
         x, residual = kernels.add_norm(delta, residual, self.ffn_norm, self.eps)
         self.runtime.timer.lap("attention")
         if isinstance(self.ffn, MoELayer):
@@ -128,13 +124,12 @@ class LayerBuilder:
             self._ropes[rope] = self.runtime.kernels.rope_table(rope, self.max_positions)
         return self._ropes[rope]
 
-    def _linear(self, key: str) -> Linear:
-        return Linear(self.weights[key], self.weights.get(f"{key}.bias"), self.runtime.kernels)
+    def _linear(self, key: str) -> Projection:
+        return Projection(self.weights[key], self.weights.get(f"{key}.bias"))
 
     def _latent(self, key: str, spec: AttentionSpec) -> LatentAttention:
-        single = spec.q_lora_rank is None
-        return LatentAttention(
-            spec=spec,
+        single, kernels = spec.q_lora_rank is None, self.runtime.kernels
+        weights = LatentWeights(
             q_a=None if single else self._linear(f"{key}.q_a"),
             q_norm=None if single else self.weights[f"{key}.q_norm"],
             q_b=self._linear(f"{key}.q" if single else f"{key}.q_b"),
@@ -144,21 +139,21 @@ class LayerBuilder:
             w_uv=self.weights[f"{key}.w_uv"],
             o=self._linear(f"{key}.o"),
             rope=self._rope(spec.rope),
-            kernels=self.runtime.kernels,
         )
+        return LatentAttention(spec, weights, kernels, bind(kernels, weights, spec))
 
     def _grouped(self, key: str, spec: AttentionSpec) -> GroupedAttention:
+        kernels = self.runtime.kernels
         norms = (self.weights[f"{key}.q_norm"], self.weights[f"{key}.k_norm"]) if spec.qk_norm else None
-        return GroupedAttention(
-            spec=spec,
+        weights = GroupedWeights(
             q=self._linear(f"{key}.q"),
             k=self._linear(f"{key}.k"),
             v=self._linear(f"{key}.v"),
             o=self._linear(f"{key}.o"),
             norms=norms,
             rope=self._rope(spec.rope),
-            kernels=self.runtime.kernels,
         )
+        return GroupedAttention(spec, weights, kernels, bind(kernels, weights, spec))
 
     def _ffn(self, key: str, index: int, ffn: DenseSpec | MoESpec) -> Experts | MoELayer:
         weights, runtime = self.weights, self.runtime

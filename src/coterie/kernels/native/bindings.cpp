@@ -82,12 +82,7 @@ void head_linear(Device& device, const In& x, const Bank& bank, const Out& out) 
   expect("head_linear", "x", x, {n, heads, bank.cols()});
   expect("head_linear", "out", out, {n, heads, bank.rows()});
   const nb::gil_scoped_release release;
-  std::vector<Product> products;
-  for (std::int64_t h = 0; h < heads; ++h) {
-    products.push_back({x.data() + h * bank.cols(), heads * bank.cols(), bank.matrix(h), nullptr,
-                        out.data() + h * bank.rows(), heads * bank.rows(), n});
-  }
-  device.products(products);
+  device.per_head(x.data(), bank.cols(), bank, out.data(), bank.rows(), n);
 }
 
 void norm(Device& device, const In& x, const In& weight, float eps, const Out& out) {

@@ -8,7 +8,7 @@
 
 #include <optional>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "checks.h"
 
@@ -49,15 +49,9 @@ void mla_inputs(Device& device, const In& query, const In& kv, const Bank& w_uk,
   expect_bank("mla_inputs", w_uk, s.heads, s.rank, s.nope);
   const Rope rope = make_rope("mla_inputs", inputs.table, inputs.positions, s);
   const nb::gil_scoped_release release;
-  std::vector<Product> products;
-  for (std::int64_t h = 0; h < s.heads; ++h) {
-    products.push_back({query.data() + h * in, s.heads * in, w_uk.matrix(h), nullptr, query_out.data() + h * width,
-                        s.heads * width, n});
-  }
-  device.products(products);
-  device.mla_rows(
+  device.mla_inputs(
       {query.data(), kv.data(), weight.data(), query_out.data(), rows_out.data(), rope, s.heads, s.nope, s.rank, s.eps},
-      n);
+      w_uk, n);
 }
 
 void gqa_heads(Device& device, const In& x, const std::optional<In>& weight, const RopeInputs& inputs,
@@ -121,6 +115,13 @@ struct Layout {
   Ids positions;
   std::optional<Ids> blocks;
   std::int64_t page_size;
+  std::optional<Rows> slots;
+
+  Sequences sequences() const {
+    return {query_start.data(), positions.data(), blocks ? blocks->data() : nullptr,
+            blocks ? static_cast<std::int64_t>(blocks->shape(1)) : 0,
+            static_cast<std::int64_t>(query_start.size()) - 1};
+  }
 };
 
 void check_blocks(const Layout& layout, std::int64_t slots) {
@@ -176,12 +177,216 @@ void attend(Device& device, const In& query, const Stream& keys, const std::opti
   }
   const AttentionArgs args{query.data(), key_rows, value_rows, out.data(), s.heads, s.groups, s.key_dim,
                            s.value_dim,  s.scale,  layout.page_size};
-  Sequences sequences{layout.query_start.data(), layout.positions.data(),
-                      layout.blocks ? layout.blocks->data() : nullptr,
-                      layout.blocks ? static_cast<std::int64_t>(layout.blocks->shape(1)) : 0,
-                      static_cast<std::int64_t>(layout.query_start.size()) - 1};
   const nb::gil_scoped_release release;
-  device.attend(args, sequences);
+  device.attend(args, layout.sequences());
+}
+
+// ---- whole blocks ---------------------------------------------------------------------------------------------------
+
+// Weights of a block as Python gave them; they live as long as this.
+struct Linear {
+  nb::object owner;
+  const Bank* bank;
+  std::optional<In> bias;
+
+  Projection view() const { return {bank, bias ? bias->data() : nullptr}; }
+};
+
+void expect_linear(const char* name, const Linear& linear, std::int64_t rows, std::int64_t cols) {
+  expect_bank(name, *linear.bank, 1, rows, cols);
+  if (linear.bias) expect(name, "bias", *linear.bias, {rows});
+}
+
+struct LatentWeights {
+  std::optional<Linear> q_a;
+  std::optional<In> q_norm;
+  Linear q_b, kv_a;
+  In kv_norm;
+  nb::object w_uk, w_uv;
+  Linear o;
+  In rope;
+  AttentionShape shape;
+};
+
+struct GroupedWeights {
+  Linear q, k, v, o;
+  std::optional<In> q_norm, k_norm;
+  In rope;
+  AttentionShape shape;
+};
+
+// Input, norm and outputs of a call; `residual` and `total` come together.
+struct Entry {
+  In delta;
+  std::optional<In> residual;
+  In norm;
+  float eps;
+  Out out;
+  std::optional<Out> total;
+};
+
+void check_latent(const LatentWeights& w) {
+  const AttentionShape& s = w.shape;
+  const std::int64_t hidden = w.kv_a.bank->cols(), q_in = w.q_a ? w.q_a->bank->rows() : hidden;
+  const Bank &w_uk = nb::cast<const Bank&>(w.w_uk), &w_uv = nb::cast<const Bank&>(w.w_uv);
+  require(w.q_a.has_value() == w.q_norm.has_value(), "latent_block: q_a and q_norm come together");
+  if (w.q_a) expect_linear("latent_block: q_a", *w.q_a, q_in, hidden);
+  if (w.q_norm) expect("latent_block", "q_norm", *w.q_norm, {q_in});
+  expect_linear("latent_block: q_b", w.q_b, s.heads * (s.nope + s.rope_dim), q_in);
+  expect_linear("latent_block: kv_a", w.kv_a, s.rank + s.rope_dim, hidden);
+  expect("latent_block", "kv_norm", w.kv_norm, {s.rank});
+  expect_bank("latent_block: w_uk", w_uk, s.heads, s.rank, s.nope);
+  expect_bank("latent_block: w_uv", w_uv, s.heads, w_uv.rows(), s.rank);
+  expect_linear("latent_block: o", w.o, hidden, s.heads * w_uv.rows());
+}
+
+void check_grouped(const GroupedWeights& w) {
+  const AttentionShape& s = w.shape;
+  const std::int64_t hidden = w.q.bank->cols();
+  require(s.groups >= 1 && s.heads % s.groups == 0, "grouped_block: heads are no multiple of key heads");
+  require(s.rope_dim <= s.key_dim, "grouped_block: rope is wider than a head");
+  expect_linear("grouped_block: q", w.q, s.heads * s.key_dim, hidden);
+  expect_linear("grouped_block: k", w.k, s.groups * s.key_dim, hidden);
+  expect_linear("grouped_block: v", w.v, s.groups * s.value_dim, hidden);
+  expect_linear("grouped_block: o", w.o, hidden, s.heads * s.value_dim);
+  if (w.q_norm) expect("grouped_block", "q_norm", *w.q_norm, {s.key_dim});
+  if (w.k_norm) expect("grouped_block", "k_norm", *w.k_norm, {s.key_dim});
+}
+
+BlockInput block_input(const Entry& entry, std::int64_t hidden) {
+  const std::int64_t n = rows_of("attention block", entry.delta);
+  expect("attention block", "delta", entry.delta, {n, hidden});
+  expect("attention block", "norm", entry.norm, {hidden});
+  expect("attention block", "out", entry.out, {n, hidden});
+  require(entry.residual.has_value() == entry.total.has_value(), "attention block: residual and total come together");
+  if (entry.residual) expect("attention block", "residual", *entry.residual, {n, hidden});
+  if (entry.total) expect("attention block", "total", *entry.total, {n, hidden});
+  return {entry.delta.data(), entry.residual ? entry.residual->data() : nullptr,
+          entry.norm.data(),  entry.total ? entry.total->data() : nullptr,
+          entry.eps,          n,
+          hidden};
+}
+
+// Checks what `attend`, `cache_write` and the rope rely on.
+BlockStep block_step(const Entry& entry, const Layout& layout, const In& rope, const AttentionShape& s,
+                     const std::optional<MutableStream>& cache) {
+  const std::int64_t n = rows_of("attention block", entry.delta);
+  check_layout(layout, n);
+  make_rope("attention block", rope, layout.positions, s);
+  require(cache.has_value() == layout.blocks.has_value() && cache.has_value() == layout.slots.has_value(),
+          "attention block: a cache comes with block tables and slots");
+  BlockStep step{layout.sequences(), layout.page_size, nullptr, {}, {}, entry.out.data()};
+  if (!cache) return step;
+  require(cache->ndim() == 2, "attention block: a cache stream is [slots, width]");
+  const auto slots = static_cast<std::int64_t>(cache->shape(0));
+  check_blocks(layout, slots);
+  expect("attention block", "slot_mapping", *layout.slots, {n});
+  expect_range("attention block", "slot_mapping", *layout.slots, slots);
+  step.slots = layout.slots->data();
+  return step;
+}
+
+void latent_block(Device& device, const LatentWeights& w, const Entry& entry, const Layout& layout,
+                  const std::optional<MutableStream>& cache) {
+  const AttentionShape& s = w.shape;
+  const BlockInput input = block_input(entry, w.kv_a.bank->cols());
+  BlockStep step = block_step(entry, layout, w.rope, s, cache);
+  if (cache) step.first = cache_rows("latent_block", *cache, 1, s.rank, s.rope_dim);
+  const LatentBlock block{w.q_a ? w.q_a->view() : Projection{},
+                          w.q_b.view(),
+                          w.kv_a.view(),
+                          w.o.view(),
+                          w.q_norm ? w.q_norm->data() : nullptr,
+                          w.kv_norm.data(),
+                          &nb::cast<const Bank&>(w.w_uk),
+                          &nb::cast<const Bank&>(w.w_uv),
+                          w.rope.data(),
+                          s.interleaved,
+                          s.heads,
+                          s.nope,
+                          s.rank,
+                          s.rope_dim,
+                          s.scale,
+                          s.eps};
+  const nb::gil_scoped_release release;
+  device.latent_block(block, input, step);
+}
+
+void grouped_block(Device& device, const GroupedWeights& w, const Entry& entry, const Layout& layout,
+                   const std::optional<MutableStream>& keys, const std::optional<MutableStream>& values) {
+  const AttentionShape& s = w.shape;
+  const BlockInput input = block_input(entry, w.q.bank->cols());
+  BlockStep step = block_step(entry, layout, w.rope, s, keys);
+  require(keys.has_value() == values.has_value(), "grouped_block: keys and values come together");
+  if (keys) {
+    step.first = cache_rows("grouped_block", *keys, s.groups, s.key_dim, 0);
+    step.second = cache_rows("grouped_block", *values, s.groups, s.value_dim, 0);
+    require(step.first.kind == step.second.kind && keys->shape(0) == values->shape(0),
+            "grouped_block: keys and values differ in kind or slots");
+  }
+  const GroupedBlock block{w.q.view(),
+                           w.k.view(),
+                           w.v.view(),
+                           w.o.view(),
+                           w.q_norm ? w.q_norm->data() : nullptr,
+                           w.k_norm ? w.k_norm->data() : nullptr,
+                           w.rope.data(),
+                           s.interleaved,
+                           s.heads,
+                           s.groups,
+                           s.key_dim,
+                           s.value_dim,
+                           s.rope_dim,
+                           s.scale,
+                           s.eps};
+  const nb::gil_scoped_release release;
+  device.grouped_block(block, input, step);
+}
+
+void bind_blocks(nb::module_& m, nb::class_<Device>& device) {
+  nb::class_<Linear>(m, "Linear")
+      .def(
+          "__init__",
+          [](Linear* self, nb::object bank, std::optional<In> bias) {
+            const Bank& weight = nb::cast<const Bank&>(bank);
+            new (self) Linear{bank, &weight, bias};
+          },
+          nb::arg("bank"), nb::arg("bias").noconvert().none());
+  nb::class_<Entry>(m, "Entry")
+      .def(
+          "__init__",
+          [](Entry* self, In delta, std::optional<In> residual, In norm, float eps, Out out,
+             std::optional<Out> total) { new (self) Entry{delta, residual, norm, eps, out, total}; },
+          nb::arg("delta").noconvert(), nb::arg("residual").noconvert().none(), nb::arg("norm").noconvert(),
+          nb::arg("eps"), nb::arg("out").noconvert(), nb::arg("total").noconvert().none());
+  nb::class_<LatentWeights>(m, "LatentWeights")
+      .def(
+          "__init__",
+          [](LatentWeights* self, const Linear* q_a, std::optional<In> q_norm, const Linear& q_b, const Linear& kv_a,
+             In kv_norm, nb::object w_uk, nb::object w_uv, const Linear& o, In rope, const AttentionShape& shape) {
+            LatentWeights weights{q_a ? std::optional<Linear>(*q_a) : std::nullopt, q_norm, q_b, kv_a, kv_norm, w_uk,
+                                  w_uv, o, rope, shape};
+            check_latent(weights);
+            new (self) LatentWeights(std::move(weights));
+          },
+          nb::kw_only(), nb::arg("q_a").none(), nb::arg("q_norm").noconvert().none(), "q_b"_a, "kv_a"_a,
+          nb::arg("kv_norm").noconvert(), "w_uk"_a, "w_uv"_a, "o"_a, nb::arg("rope").noconvert(), "shape"_a);
+  nb::class_<GroupedWeights>(m, "GroupedWeights")
+      .def(
+          "__init__",
+          [](GroupedWeights* self, const Linear& q, const Linear& k, const Linear& v, const Linear& o,
+             std::optional<In> q_norm, std::optional<In> k_norm, In rope, const AttentionShape& shape) {
+            GroupedWeights weights{q, k, v, o, q_norm, k_norm, rope, shape};
+            check_grouped(weights);
+            new (self) GroupedWeights(std::move(weights));
+          },
+          nb::kw_only(), "q"_a, "k"_a, "v"_a, "o"_a, nb::arg("q_norm").noconvert().none(),
+          nb::arg("k_norm").noconvert().none(), nb::arg("rope").noconvert(), "shape"_a);
+  device
+      .def("latent_block", &latent_block, nb::arg("weights"), nb::arg("entry"), nb::arg("layout"),
+           nb::arg("cache").noconvert().none())
+      .def("grouped_block", &grouped_block, nb::arg("weights"), nb::arg("entry"), nb::arg("layout"),
+           nb::arg("keys").noconvert().none(), nb::arg("values").noconvert().none());
 }
 
 }  // namespace
@@ -206,12 +411,12 @@ void bind_attention(nb::module_& m, nb::class_<Device>& device) {
   nb::class_<Layout>(m, "Layout")
       .def(
           "__init__",
-          [](Layout* self, Ids query_start, Ids positions, std::optional<Ids> blocks, std::int64_t page_size) {
-            new (self) Layout{query_start, positions, blocks, page_size};
-          },
+          [](Layout* self, Ids query_start, Ids positions, std::optional<Ids> blocks, std::int64_t page_size,
+             std::optional<Rows> slots) { new (self) Layout{query_start, positions, blocks, page_size, slots}; },
           nb::arg("query_start").noconvert(), nb::arg("positions").noconvert(), nb::arg("blocks").noconvert().none(),
-          nb::arg("page_size"));
+          nb::arg("page_size"), nb::arg("slots").noconvert().none() = nb::none());
 
+  bind_blocks(m, device);
   device
       .def("mla_inputs", &mla_inputs, nb::arg("query").noconvert(), nb::arg("kv").noconvert(), nb::arg("w_uk"),
            nb::arg("weight").noconvert(), nb::arg("rope"), nb::arg("shape"), nb::arg("query_out").noconvert(),

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bank.h"
+#include "blocks.h"
 #include "kernels.h"
 #include "pool.h"
 #include "scratch.h"
@@ -64,14 +65,6 @@ struct Gathered {
 void sort_pairs(const std::int32_t* ids, std::int64_t tokens, std::int64_t top_k, std::int64_t experts,
                 std::int64_t* token, std::int64_t* position, std::int64_t* counts);
 
-struct Sequences {
-  const std::int32_t* query_start;  // [count + 1]
-  const std::int32_t* positions;    // [T]
-  const std::int32_t* blocks;       // [count, stride] or null
-  std::int64_t stride;
-  std::int64_t count;
-};
-
 class Device {
  public:
   Device(int threads, const KernelTable& table) : pool_(threads), table_(table) {}
@@ -89,7 +82,14 @@ class Device {
   void products(const std::vector<Product>& products);
   void norm(const NormArgs& args, std::int64_t rows);
   void mla_rows(const MlaArgs& args, std::int64_t rows);
+  // Absorbs the query through w_uk (args.query_out), then mla_rows.
+  void mla_inputs(const MlaArgs& args, const Bank& w_uk, std::int64_t rows);
   void head_rows(const HeadArgs& args, std::int64_t rows);
+  // One matrix per head: heads of x are `step` floats apart, those of out `out_step`.
+  void per_head(const float* x, std::int64_t step, const Bank& weight, float* out, std::int64_t out_step,
+                std::int64_t rows);
+  void latent_block(const LatentBlock& block, const BlockInput& input, const BlockStep& step);
+  void grouped_block(const GroupedBlock& block, const BlockInput& input, const BlockStep& step);
   void attend(const AttentionArgs& args, const Sequences& sequences);
   void route(const RouteArgs& args, std::int64_t rows);
   void experts(const float* x, const std::int64_t* counts, const Bank& gate_up, const Bank& down, float* out);
