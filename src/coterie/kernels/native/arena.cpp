@@ -11,11 +11,14 @@
 #include <cstdio>
 #include <new>
 
+#include "guard.h"
+
 namespace coterie {
 
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{1} << 21;
+constexpr std::size_t kBorder = 4096;  // never touched; a sanitizer build says so if it is
 
 // Mask of the online NUMA nodes below 64, 0 if unknown. The file reads "0" or "0-1,4".
 unsigned long node_mask() {
@@ -45,13 +48,14 @@ void spread(void* memory, std::size_t bytes) {
 
 Arena::Arena(std::size_t bytes) : bytes_(std::max<std::size_t>(bytes, 64)) {
   const bool large = bytes_ >= 2 * kHugePage;
-  mapped_ = large ? bytes_ + kHugePage : bytes_;
+  mapped_ = (large ? bytes_ + kHugePage : bytes_) + kBorder;
   void* memory = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   base_ = data_ = static_cast<unsigned char*>(memory);
-  if (!large) return;
   const auto address = reinterpret_cast<std::uintptr_t>(memory);
-  data_ = base_ + ((kHugePage - address % kHugePage) % kHugePage);
+  if (large) data_ = base_ + ((kHugePage - address % kHugePage) % kHugePage);
+  forbid(data_ + bytes_, static_cast<std::size_t>(base_ + mapped_ - (data_ + bytes_)));
+  if (!large) return;
 #ifdef MADV_HUGEPAGE
   madvise(data_, bytes_, MADV_HUGEPAGE);
 #endif
@@ -59,6 +63,7 @@ Arena::Arena(std::size_t bytes) : bytes_(std::max<std::size_t>(bytes, 64)) {
 }
 
 Arena::~Arena() {
+  allow(base_, mapped_);
   munmap(base_, mapped_);
 }
 

@@ -5,6 +5,8 @@
 #include <new>
 #include <utility>
 
+#include "guard.h"
+
 namespace coterie {
 
 namespace {
@@ -36,16 +38,21 @@ ScratchPool::Lease::Lease(ScratchPool& pool, std::int64_t floats) : pool_(pool) 
       free.erase(best);
     }
   }
-  if (buffer_.data && buffer_.floats >= needed) return;
+  if (buffer_.data && buffer_.floats >= needed) {
+    forbid(buffer_.data.get() + needed, (buffer_.floats - needed) * sizeof(float));
+    return;
+  }
   const std::size_t size = (needed + kStep - 1) / kStep * kStep;
   buffer_.data.reset();
   buffer_.data.reset(static_cast<float*>(::operator new(size * sizeof(float), kAlign)));
   buffer_.floats = size;
   std::memset(buffer_.data.get(), 0, size * sizeof(float));
+  forbid(buffer_.data.get() + needed, (size - needed) * sizeof(float));
 }
 
 ScratchPool::Lease::~Lease() {
   if (!buffer_.data) return;
+  allow(buffer_.data.get(), buffer_.floats * sizeof(float));
   const std::lock_guard<std::mutex> guard(pool_.mutex_);
   pool_.free_.push_back(std::move(buffer_));
 }

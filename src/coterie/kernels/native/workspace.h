@@ -6,6 +6,8 @@
 #include <memory>
 #include <vector>
 
+#include "guard.h"
+
 namespace coterie {
 
 class Workspace {
@@ -23,12 +25,13 @@ class Workspace {
     const std::size_t bytes = (static_cast<std::size_t>(count) * sizeof(T) + 127) / 64 * 64;
     if (blocks_.empty() || used_ + bytes > size_) {
       size_ = bytes > kBlock ? bytes : kBlock;
-      blocks_.emplace_back(new unsigned char[size_ + 64]);
+      add_block();
       total_ += size_;
       used_ = 0;
     }
     const auto base = (reinterpret_cast<std::uintptr_t>(blocks_.back().get()) + 63) / 64 * 64;
     T* place = reinterpret_cast<T*>(base + used_);
+    allow(place, static_cast<std::size_t>(count) * sizeof(T));
     used_ += bytes;
     return place;
   }
@@ -40,10 +43,17 @@ class Workspace {
   void reset() {
     if (blocks_.size() > 1) {
       blocks_.clear();
-      blocks_.emplace_back(new unsigned char[total_ + 64]);
       size_ = total_;
+      add_block();
+    } else if (!blocks_.empty()) {
+      forbid(blocks_.back().get(), size_ + 64);
     }
     used_ = 0;
+  }
+
+  void add_block() {
+    blocks_.emplace_back(new unsigned char[size_ + 64]);
+    forbid(blocks_.back().get(), size_ + 64);
   }
 
   std::vector<std::unique_ptr<unsigned char[]>> blocks_;
