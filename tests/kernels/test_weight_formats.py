@@ -180,14 +180,15 @@ def test_fused_experts_are_the_single_ops(format: WeightFormat, isa: str) -> Non
         for tokens in (0, 1, 2, 37):
             x = normal(7, tokens, hidden)
             routed = kernels.route(x, gate, None, spec)
-            got = kernels.moe(x, routed, ExpertBanks(*banks[0]), ExpertBanks(*banks[1], scale))
+            got, hits = kernels.moe(x, routed, ExpertBanks(*banks[0]), ExpertBanks(*banks[1], scale))
+            assert np.array_equal(hits, np.bincount(routed.expert_ids.reshape(-1), minlength=len(hits)))
             order = kernels.sort_by_expert(routed.expert_ids, count)
             rows = kernels.experts(kernels.gather(x, order), order.counts, *banks[0])
             shared = kernels.experts(x, np.array([tokens]), *banks[1])
             shared = kernels.sigmoid_scale(shared, kernels.linear(x, scale))
             wanted = kernels.combine(rows, order.position, routed.expert_weights, shared)
             assert got.tobytes() == wanted.tobytes(), (threads, tokens)
-            plain = kernels.moe(x, routed, ExpertBanks(*banks[0]), None)
+            plain, _ = kernels.moe(x, routed, ExpertBanks(*banks[0]), None)
             assert plain.tobytes() == kernels.combine(rows, order.position, routed.expert_weights, None).tobytes()
             check_against_float64(kernels, x, routed, banks[0], plain, format)
 

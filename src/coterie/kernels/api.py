@@ -13,7 +13,7 @@ M expert rows (T * K without exchange), S sequences.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -264,7 +264,7 @@ class Kernels(Protocol):
 
 
 class FusedKernels(Kernels, Protocol):
-    """Optional members. Their meaning is that of the ops above in `model.attention`'s order, bit for bit."""
+    """Optional members for attention, meaning what the ops above do in `model.attention`'s order, bit for bit."""
 
     def bind_attention(self, weights: LatentWeights | GroupedWeights, spec: AttentionSpec) -> Any:
         """Weights in the form that `attention_block` takes, checked once."""
@@ -273,3 +273,13 @@ class FusedKernels(Kernels, Protocol):
         self, bound: Any, entry: BlockInput, batch: Prepared, cache: dict[str, Array]
     ) -> tuple[Array, Array]:
         """(attention(norm(residual + delta)), residual + delta); writes the step's rows to `cache` unless empty."""
+
+
+@runtime_checkable
+class FusedMoE(Protocol):
+    """An optional member of a backend. Its meaning and its bits are those of `moe.layer`'s stages on one rank."""
+
+    def moe(
+        self, x: Array, routed: Routed, experts: ExpertBanks, shared: ExpertBanks | None
+    ) -> tuple[Array, Array]:
+        """sort_by_expert, gather, experts, combine with the shared experts: [T, H] -> ([T, H], counts [E])."""

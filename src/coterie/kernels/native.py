@@ -9,6 +9,7 @@ whatever the batch and the number of threads; it may differ between ISA levels. 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -253,18 +254,7 @@ class NativeKernels:
         x = _floats(x)
         ids = np.empty((len(x), spec.top_k), np.int32)
         weights = np.empty((len(x), spec.top_k), np.float32)
-        shape = _native.RouteShape(
-            top_k=spec.top_k,
-            groups=spec.num_groups,
-            topk_groups=spec.topk_groups,
-            sigmoid=spec.scoring == "sigmoid",
-            top2_sum=spec.group_score == "top2_sum",
-            normalize=spec.normalize,
-            scale=spec.scale_normalized or not spec.normalize,
-            norm_epsilon=spec.norm_epsilon,
-            scaling=spec.routed_scaling_factor,
-        )
-        self._device.route(x, gate, bias, shape, ids, weights)
+        self._device.route(x, gate, bias, _route_shape(spec), ids, weights)
         return Routed(ids, weights)
 
     def sort_by_expert(self, expert_ids: Integers, num_experts: int) -> SortedRows:
@@ -293,14 +283,16 @@ class NativeKernels:
         self._device.experts(rows, _integers(counts, np.int64), gate_up, down, out)
         return out
 
-    def moe(self, x: Floats, routed: Routed, experts: ExpertBanks, shared: ExpertBanks | None) -> Floats:
-        """Fused: sort, gather, experts, shared experts and combine on one rank, bit for bit as the single ops."""
+    def moe(
+        self, x: Floats, routed: Routed, experts: ExpertBanks, shared: ExpertBanks | None
+    ) -> tuple[Floats, Integers]:
         x = _floats(x)
         out = np.empty((len(x), experts.down.rows), np.float32)
+        counts = np.empty(experts.gate_up.count, np.int64)
         banks = None if shared is None else _native.SharedExperts(shared.gate_up, shared.down, shared.gate)
         ids, weights = _integers(routed.expert_ids, np.int32), _floats(routed.expert_weights)
-        self._device.moe(x, ids, weights, experts.gate_up, experts.down, banks, out)
-        return out
+        self._device.moe(x, ids, weights, experts.gate_up, experts.down, banks, counts, out)
+        return out, counts
 
     def combine(self, rows: Floats, position: Integers, weights: Floats, shared: Floats | None) -> Floats:
         rows = _floats(rows)
@@ -336,6 +328,22 @@ def _matrix(spec: MatrixSpec) -> _native.Matrix:
     return _native.Matrix(spec.rows, spec.cols, spec.segments, native)
 
 
+@lru_cache(maxsize=64)
+def _route_shape(spec: MoESpec) -> _native.RouteShape:
+    return _native.RouteShape(
+        top_k=spec.top_k,
+        groups=spec.num_groups,
+        topk_groups=spec.topk_groups,
+        sigmoid=spec.scoring == "sigmoid",
+        top2_sum=spec.group_score == "top2_sum",
+        normalize=spec.normalize,
+        scale=spec.scale_normalized or not spec.normalize,
+        norm_epsilon=spec.norm_epsilon,
+        scaling=spec.routed_scaling_factor,
+    )
+
+
+@lru_cache(maxsize=64)
 def _shape(spec: AttentionSpec) -> _native.AttentionShape:
     latent = spec.kind == "mla"
     return _native.AttentionShape(

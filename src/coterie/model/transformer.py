@@ -14,7 +14,7 @@ from coterie.comm.transport import Handle, LocalTransport, Transport
 from coterie.kernels.api import Array, Bank, BlockInput, GroupedWeights, Kernels, LatentWeights, Prepared, Projection
 from coterie.model.attention import Attention, GroupedAttention, LatentAttention, LayerCache, bind
 from coterie.moe.dispatch import Dispatcher
-from coterie.moe.experts import Experts
+from coterie.moe.experts import Experts, FusedExperts
 from coterie.moe.layer import MoELayer
 from coterie.moe.router import Router
 from coterie.observe.expert_load import ExpertLoad
@@ -159,16 +159,20 @@ class LayerBuilder:
         weights, runtime = self.weights, self.runtime
         if isinstance(ffn, DenseSpec):
             return self._experts(key)
+        experts = self._experts(key)
+        shared = self._experts(f"{key}.shared") if ffn.shared_intermediate_size else None
+        gate = weights.get(f"{key}.shared_gate")
         return MoELayer(
             layer=index,
             router=Router(ffn, weights[f"{key}.gate"], weights.get(f"{key}.correction_bias"), runtime.kernels),
             dispatcher=Dispatcher(ffn.num_experts, runtime.transport, runtime.kernels),
-            experts=self._experts(key),
-            shared=self._experts(f"{key}.shared") if ffn.shared_intermediate_size else None,
-            shared_gate=weights.get(f"{key}.shared_gate"),
+            experts=experts,
+            shared=shared,
+            shared_gate=gate,
             kernels=runtime.kernels,
             timer=runtime.timer,
             load=runtime.load,
+            fused=FusedExperts.of(experts, shared, gate) if runtime.transport.size == 1 else None,
         )
 
     def _experts(self, key: str) -> Experts:

@@ -1,13 +1,14 @@
 """Experts: gated MLPs over rows sorted by expert. Knows weights and counts, no ranks and no routing.
 
-A dense feed-forward and the shared experts are a bank of one expert that sees every row.
+A dense feed-forward and the shared experts are a bank of one expert that sees every row. `FusedExperts` is one optional
+op of the backend for what `MoELayer` writes as stages; it serves a layer whose experts all lie on one rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coterie.kernels.api import Array, Bank, Kernels
+from coterie.kernels.api import Array, Bank, ExpertBanks, FusedMoE, Kernels, Routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,25 @@ class Experts:
     def forward(self, rows: Array, counts: Array) -> Array:
         """rows [M, H] sorted by expert, counts [E] -> unweighted outputs [M, H]."""
         return self.kernels.experts(rows, counts, self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """Routed and shared experts with sort and combine."""
+
+    routed: ExpertBanks
+    shared: ExpertBanks | None
+    kernels: FusedMoE
+
+    @classmethod
+    def of(cls, experts: Experts, shared: Experts | None, shared_gate: Bank | None) -> FusedExperts | None:
+        """The fused form of a layer that has all its experts here; None if the backend has no such op."""
+        kernels = experts.kernels
+        if not isinstance(kernels, FusedMoE):
+            return None
+        own = None if shared is None else ExpertBanks(shared.gate_up, shared.down, shared_gate)
+        return cls(ExpertBanks(experts.gate_up, experts.down), own, kernels)
+
+    def forward(self, x: Array, routed: Routed) -> tuple[Array, Array]:
+        """x [T, H] and its routing -> the layer's output [T, H], rows per expert [E]."""
+        return self.kernels.moe(x, routed, self.routed, self.shared)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from coterie.comm.transport import Handle
 from coterie.kernels.api import Array, Bank, Kernels, Prepared
 from coterie.moe.dispatch import Dispatcher
-from coterie.moe.experts import Experts
+from coterie.moe.experts import Experts, FusedExperts
 from coterie.moe.router import Router
 from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
@@ -16,7 +16,10 @@ from coterie.observe.stages import StageTimer
 
 @dataclass(frozen=True, slots=True)
 class MoELayer:
-    """One layer's routed and shared experts. `load` (if any) is handed the expert counts, unread."""
+    """One layer's routed and shared experts. `load` (if any) is handed the expert counts, unread.
+
+    `fused` (only where no exchange lies between) does what the stages after the router do, all in the lap "experts".
+    """
 
     layer: int
     router: Router
@@ -27,11 +30,18 @@ class MoELayer:
     kernels: Kernels
     timer: StageTimer
     load: ExpertLoad | None = None
+    fused: FusedExperts | None = None
 
     def stages(self, x: Array, batch: Prepared) -> Generator[Handle, None, Array]:
         """x [T, H] -> [T, H]; yields where communication would be waited for."""
         routed = self.router.route(x)
         self.timer.lap("router")
+        if self.fused is not None:
+            hidden, counts = self.fused.forward(x, routed)
+            if self.load is not None:
+                self.load.record(self.layer, counts)
+            self.timer.lap("experts")
+            return hidden
         dispatched = yield from self.dispatcher.dispatch(x, routed)
         if self.load is not None:
             self.load.record(self.layer, dispatched.sorted.counts)

@@ -123,13 +123,10 @@ void route(Device& device, const In& x, const Bank& gate, const std::optional<In
           "route: " + std::to_string(s.topk_groups) + " of " + std::to_string(s.groups) + " groups of " +
               std::to_string(experts) + " experts");
   const nb::gil_scoped_release release;
-  const std::int64_t groups = s.groups > 1 ? s.groups : 1;
-  std::vector<float> scratch(static_cast<std::size_t>(n * (2 * experts + groups)));
-  float* scores = scratch.data();
-  device.products({{x.data(), gate.cols(), gate.matrix(0), nullptr, scores, experts, n}});
-  device.route({scores, bias ? bias->data() : nullptr, scores + n * experts, scores + 2 * n * experts, ids.data(),
-                weights.data(), experts, s.top_k, groups, s.topk_groups, s.sigmoid, s.top2_sum, s.normalize, s.scale,
-                s.norm_epsilon, s.scaling},
+  device.route(x.data(), gate,
+               {nullptr, bias ? bias->data() : nullptr, nullptr, nullptr, ids.data(), weights.data(), experts, s.top_k,
+                s.groups > 1 ? s.groups : 1, s.topk_groups, s.sigmoid, s.top2_sum, s.normalize, s.scale, s.norm_epsilon,
+                s.scaling},
                n);
 }
 
@@ -171,7 +168,7 @@ struct SharedExperts {
 };
 
 void moe(Device& device, const In& x, const Ids& ids, const In& weights, const Bank& gate_up, const Bank& down,
-         const std::optional<SharedExperts>& shared, const Out& out) {
+         const std::optional<SharedExperts>& shared, const Array<std::int64_t>& counts, const Out& out) {
   const std::int64_t n = rows_of("moe", x), inner = down.cols(), hidden = gate_up.cols();
   require(ids.ndim() == 2, "moe: expert_ids is [T, K]");
   const std::int64_t k = static_cast<std::int64_t>(ids.shape(1));
@@ -179,6 +176,7 @@ void moe(Device& device, const In& x, const Ids& ids, const In& weights, const B
   expect("moe", "expert_ids", ids, {n, k});
   expect("moe", "weights", weights, {n, k});
   expect("moe", "out", out, {n, down.rows()});
+  expect("moe", "counts", counts, {gate_up.count()});
   expect_range("moe", "expert_ids", ids, gate_up.count());
   expect_bank("moe", gate_up, gate_up.count(), 2 * inner, hidden);
   expect_bank("moe", down, gate_up.count(), down.rows(), inner);
@@ -192,7 +190,7 @@ void moe(Device& device, const In& x, const Ids& ids, const In& weights, const B
   }
   const nb::gil_scoped_release release;
   device.moe({x.data(), ids.data(), weights.data(), &gate_up, &down, shared ? shared->gate_up : nullptr,
-              shared ? shared->down : nullptr, shared ? shared->gate : nullptr, out.data(), n, k});
+              shared ? shared->down : nullptr, shared ? shared->gate : nullptr, out.data(), counts.data(), n, k});
 }
 
 void combine(Device& device, const In& rows, const Rows& position, const In& weights, const std::optional<In>& shared,
@@ -272,7 +270,8 @@ NB_MODULE(_native, m) {
       .def("experts", &experts, nb::arg("rows").noconvert(), nb::arg("counts").noconvert(), nb::arg("gate_up"),
            nb::arg("down"), nb::arg("out").noconvert())
       .def("moe", &moe, nb::arg("x").noconvert(), nb::arg("ids").noconvert(), nb::arg("weights").noconvert(),
-           nb::arg("gate_up"), nb::arg("down"), nb::arg("shared").none(), nb::arg("out").noconvert())
+           nb::arg("gate_up"), nb::arg("down"), nb::arg("shared").none(), nb::arg("counts").noconvert(),
+           nb::arg("out").noconvert())
       .def("combine", &combine, nb::arg("rows").noconvert(), nb::arg("position").noconvert(),
            nb::arg("weights").noconvert(), nb::arg("shared").noconvert().none(), nb::arg("out").noconvert())
       .def("sigmoid_scale", &sigmoid_scale, nb::arg("x").noconvert(), nb::arg("gate").noconvert(),

@@ -41,6 +41,16 @@ Gathered Device::gather(const float* x, const Activations& q, const Matrix& weig
   return {nullptr, {codes, scales, sums, q.stride, q.group, q.groups}};
 }
 
+void Device::route(const float* x, const Bank& gate, RouteArgs args, std::int64_t rows) {
+  Workspace& space = Workspace::fresh();
+  args.scores = space.take<float>(rows * args.experts);
+  args.biased = space.take<float>(rows * args.experts);
+  args.group_scores = space.take<float>(rows * args.groups);
+  run_products({{x, gate.cols(), gate.matrix(0), nullptr, args.scores, args.experts, rows}}, space);
+  const std::int64_t cost = args.experts * (args.top_k + 8);
+  over_rows(rows, cost, [&](std::int64_t begin, std::int64_t end) { table_.route(args, begin, end); });
+}
+
 void Device::moe(const MoeArgs& args) {
   Workspace& space = Workspace::fresh();
   const Bank& gate_up = *args.gate_up;
@@ -48,7 +58,7 @@ void Device::moe(const MoeArgs& args) {
   const std::int64_t pairs = args.tokens * args.top_k, hidden = gate_up.cols(), width = args.down->rows();
   auto* token = space.take<std::int64_t>(pairs);
   auto* position = space.take<std::int64_t>(pairs);
-  auto* counts = space.take<std::int64_t>(gate_up.count());
+  std::int64_t* counts = args.counts;
   sort_pairs(args.ids, args.tokens, args.top_k, gate_up.count(), token, position, counts);
   const Activations q = quantize(args.x, hidden, args.tokens, shape, space);
   const Gathered sorted = gather(args.x, q, shape, token, pairs, space);

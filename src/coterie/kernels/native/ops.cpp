@@ -91,11 +91,6 @@ void Device::head_rows(const HeadArgs& args, std::int64_t rows) {
   over_rows(rows, cost, [&](std::int64_t begin, std::int64_t end) { table_.head_rows(args, begin, end); });
 }
 
-void Device::route(const RouteArgs& args, std::int64_t rows) {
-  const std::int64_t cost = args.experts * (args.top_k + 8);
-  over_rows(rows, cost, [&](std::int64_t begin, std::int64_t end) { table_.route(args, begin, end); });
-}
-
 void Device::combine(const CombineArgs& args, std::int64_t rows) {
   const std::int64_t cost = args.width * (args.top_k + 1);
   over_rows(rows, cost, [&](std::int64_t begin, std::int64_t end) { table_.combine(args, begin, end); });

@@ -49,6 +49,7 @@ struct MoeArgs {
   const Bank* shared_down;
   const Bank* shared_gate;       // [1, H] or null: the shared output is scaled by its sigmoid
   float* out;                    // [T, H]
+  std::int64_t* counts;          // [E]: rows of each expert, written
   std::int64_t tokens, top_k;
 };
 
@@ -91,7 +92,8 @@ class Device {
   void latent_block(const LatentBlock& block, const BlockInput& input, const BlockStep& step);
   void grouped_block(const GroupedBlock& block, const BlockInput& input, const BlockStep& step);
   void attend(const AttentionArgs& args, const Sequences& sequences);
-  void route(const RouteArgs& args, std::int64_t rows);
+  // Logits of x [n, H] and the choice; fills the scores and scratch of `args`.
+  void route(const float* x, const Bank& gate, RouteArgs args, std::int64_t rows);
   void experts(const float* x, const std::int64_t* counts, const Bank& gate_up, const Bank& down, float* out);
   void moe(const MoeArgs& args);
   void combine(const CombineArgs& args, std::int64_t rows);

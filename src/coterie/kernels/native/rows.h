@@ -150,20 +150,16 @@ static void score_row(float* scores, std::int64_t size, bool is_sigmoid) {
   for (std::int64_t i = 0; i < size; ++i) scores[i] /= total;
 }
 
-// Indices of the k largest values, best first, lower index first among equals: each pass takes the best that comes
-// after the last one in that order.
+// Indices of the k largest values, best first, lower index first among equals: each value that beats the last of the k
+// best so far is moved up to its place.
 static void select_top(const float* values, std::int64_t size, std::int64_t k, std::int32_t* ids) {
-  float last = __builtin_inff();
-  std::int64_t last_id = -1;
-  for (std::int64_t n = 0; n < k; ++n) {
-    std::int64_t best = -1;
-    for (std::int64_t i = 0; i < size; ++i) {
-      const bool after = values[i] < last || (values[i] == last && i > last_id);
-      if (after && (best < 0 || values[i] > values[best])) best = i;
-    }
-    ids[n] = static_cast<std::int32_t>(best);
-    last = values[best];
-    last_id = best;
+  std::int64_t count = 0;
+  for (std::int64_t i = 0; i < size; ++i) {
+    const float value = values[i];
+    if (count == k && !(value > values[ids[k - 1]])) continue;
+    std::int64_t at = count < k ? count++ : k - 1;
+    for (; at > 0 && value > values[ids[at - 1]]; --at) ids[at] = ids[at - 1];
+    ids[at] = static_cast<std::int32_t>(i);
   }
 }
 
