@@ -16,9 +16,6 @@ from coterie.engine.limits import Limits, Rate
 from coterie.engine.traffic import attention_products, expected_hits
 from coterie.spec.model import ModelSpec, MoESpec
 
-CHUNK = 512
-"""Prompt tokens that every engine computes in one step."""
-
 
 class Report:
     """Reads the results of one run. `entrants` and `cases` are those of peers.py."""
@@ -52,8 +49,8 @@ class Report:
     def share(self, case: Any, entrant: Any, number: str, shot: dict[str, Any]) -> float:
         """Least time over the time taken."""
         always, experts, cache = self.weights(entrant)
-        steps = case.steps if case.op == "decode" else -(-case.length // CHUNK)
-        rows = case.batch if case.op == "decode" else min(case.length, CHUNK)
+        steps = case.steps if case.op == "decode" else -(-case.length // entrant.chunk)
+        rows = case.batch if case.op == "decode" else min(case.length, entrant.chunk)
         context = case.context * case.batch if case.op == "decode" else case.length / 2
         memory = steps * (always + experts * self.hit_share(rows) + cache * context) / shot["read"]
         if case.op == "decode":

@@ -48,6 +48,13 @@ class Entrant:
     files: str = "checkpoint"
     room: float = 1.2
 
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens of a step; prefill reads the weights in each. The other peers are taken to need one step."""
+        if self.engine in ("coterie", "llama"):
+            return int(self.config.get("chunked_prefill_size", 512))
+        return 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -209,7 +216,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one measurement")
     parser.add_argument("--entrants", help="only these, with commas")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=JSON",
-                        help='one more of ours, as in coterie-avx2=\'{"isa": "avx2", "experts": "int8"}\'')  # fmt: skip
+                        help="one more of ours: fields of EngineConfig; `model` and `bits` name another folder")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="another environment's")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, seconds: does it work at all")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
@@ -222,8 +229,9 @@ def chosen(arguments: argparse.Namespace) -> list[Entrant]:
     for text in arguments.ours:
         name, _, fields = text.partition("=")
         config = {"threads": arguments.threads, **json.loads(fields)}
-        bits = {"int4": 4, "mxfp4": 4, "int8": 8}.get(config.get("experts", ""), 16)
-        found.append(Entrant(name, "coterie", bits, config))
+        files = config.pop("model", "checkpoint")
+        bits = config.pop("bits", {"int4": 4, "mxfp4": 4, "int8": 8}.get(config.get("experts", ""), 16))
+        found.append(Entrant(name, "coterie", bits, config, files=files))
     if arguments.entrants is None:
         return found
     names = arguments.entrants.split(",")
@@ -237,6 +245,8 @@ def model_of(entrant: Entrant, folder: Path, threads: int) -> Path:
     """The files that an entrant reads, made if they are not there."""
     if entrant.files == "checkpoint":
         return folder
+    if entrant.engine == "coterie":
+        return Path(entrant.files)
     return make_gguf(folder, folder.with_name(f"{folder.name}-{entrant.files}.gguf"), entrant.files, threads)
 
 
