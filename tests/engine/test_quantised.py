@@ -58,7 +58,7 @@ def test_every_format_serves(options: Any, labels: set[str], plain: np.ndarray) 
         logits = native.logits(PROMPT)
         assert relative(logits, reference.logits(PROMPT)) < (0.03 if integer else 1e-3)
         assert relative(logits, plain) < 0.5
-        assert lines(native)["activations"] == ("int8 per token in groups of 128" if integer else "float32")
+        assert lines(native)["activations"] == ("int8 per token and group of weights" if integer else "float32")
 
 
 def test_a_tied_head_becomes_an_int8_copy() -> None:

@@ -50,8 +50,8 @@ def bank_of(kernels: NativeKernels, values: np.ndarray, format: WeightFormat, se
 
 
 def activations(x: np.ndarray, format: WeightFormat) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, factor of every value) of int8 activations: groups of 128, or the row if the weights are scaled by it."""
-    group = 128 if format.group else max(x.shape[1], 1)
+    """(codes, factor of every value) of int8 activations: the weights' groups, of 32 at least, or the whole row."""
+    group = max(32, format.group) if format.group else max(x.shape[1], 1)
     codes, factors = np.zeros(x.shape), np.zeros(x.shape)
     for start in range(0, x.shape[1], group):
         part = x[:, start : start + group]

@@ -42,8 +42,8 @@ def activation_choices(weights: Mapping[str, Any], kernels: Kernels) -> tuple[Ch
     if not any(getattr(bank, "kind", "") in integer for bank in weights.values()):
         return (Choice("activations", "float32", "exact products; no weights of an integer kind"),)
     error = activation_error(kernels)
-    reason = f"for integer kinds of weights; relative error {error:.2g}, measured on normal rows; float32 elsewhere"
-    return (Choice("activations", "int8 per token in groups of 128", reason),)
+    reason = f"for integer kinds of weights; relative error {error:.2g}, normal rows, groups of 128; float32 elsewhere"
+    return (Choice("activations", "int8 per token and group of weights", reason),)
 
 
 def activation_error(kernels: Kernels) -> float:

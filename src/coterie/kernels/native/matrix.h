@@ -15,6 +15,10 @@
 namespace coterie {
 
 inline constexpr int kPanel = 32;
+// Activations of integer kinds have a scale for each group of the weights, of 32 columns at least; the whole row where
+// weights are scaled by row. kActivationGroup is a multiple of every such group: the step in which an expert's inner
+// columns are computed and quantised.
+inline constexpr std::int64_t kLeastActivationGroup = 32;
 inline constexpr std::int64_t kActivationGroup = 128;
 
 enum class Kind : int { f32, bf16, fp8, int8, code4, affine4, affine8 };

@@ -57,7 +57,7 @@ Activations Device::quantize(const float* x, std::int64_t x_stride, std::int64_t
 QuantizeInputs Device::inputs_for(const Matrix& weight, std::int64_t rows, Workspace& space, const float* x,
                                   std::int64_t x_stride) {
   const std::int64_t stride = padded_cols(weight.format.kind, weight.cols);
-  const std::int64_t group = weight.format.group ? kActivationGroup : stride;
+  const std::int64_t group = weight.format.group ? std::max(kLeastActivationGroup, weight.format.group) : stride;
   const std::int64_t groups = (weight.cols + group - 1) / group;
   return {x,     x_stride, weight.cols,  0,
           weight.cols, space.take<std::int8_t>(rows * stride), space.take<float>(rows * groups),
@@ -119,7 +119,7 @@ void Device::run_experts(const std::vector<ExpertRun>& runs, Workspace& space) {
     }
     table_.silu_mul(middle, inner, task.first, task.last, task.row, task.row + task.rows);
     QuantizeInputs down = downs[task.run];
-    if (down.codes && down.group == kActivationGroup) {
+    if (down.codes && down.group <= kActivationGroup) {
       down.first = task.first, down.last = task.last;
       table_.quantize_inputs(down, task.row, task.row + task.rows);
     }
@@ -129,7 +129,7 @@ void Device::run_experts(const std::vector<ExpertRun>& runs, Workspace& space) {
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const ExpertRun& run = runs[i];
     const QuantizeInputs& d = downs[i];
-    if (d.codes && d.group != kActivationGroup) {
+    if (d.codes && d.group > kActivationGroup) {
       over_rows(run.rows, run.down.cols,
                 [&](std::int64_t begin, std::int64_t end) { table_.quantize_inputs(d, begin, end); });
     }
