@@ -56,9 +56,10 @@ COTERIE_INLINE Vec sum_each(Vec* v) {
 // scores[r][0, count rounded up) of R pairs; `dim` is whole vectors.
 template <int R>
 COTERIE_INLINE void score_tile(const float* query, std::int64_t dim, const float* tile, std::int64_t stride, int count,
-                               float scale, float (*scores)[kTile]) {
+                               float scale, float (*scores)[kTile], const Ahead* ahead) {
   constexpr int C = kSums / R;
   for (int j = 0; j < count; j += C) {
+    for (int c = 0; ahead && c < C; ++c) ask_for(*ahead, j + c);
     const float* key = tile + j * stride;
     Vec acc[kSums] = {};
     for (std::int64_t d = 0; d < dim; d += kLanes) {
@@ -169,7 +170,7 @@ static Work make_work(const AttentionArgs& args, const AttentionTask& task) {
 // Folds a tile at position `first` into R pairs from `pair` on.
 template <int R>
 static void fold_pairs(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t first,
-                       std::int64_t pair) {
+                       std::int64_t pair, const Ahead& ahead) {
   int count[R];
   for (int r = 0; r < R; ++r) {
     const std::int64_t seen = task.first_position + (pair + r) / task.heads + 1 - first;
@@ -179,7 +180,7 @@ static void fold_pairs(const AttentionArgs& args, const AttentionTask& task, con
   float scores[R][kTile];
   float factor[R];
   score_tile<R>(work.query + pair * work.key_dim, work.key_dim, work.keys, work.key_stride, count[R - 1], args.scale,
-                scores);
+                scores, pair + R == task.rows * task.heads ? &ahead : nullptr);
   for (int r = 0; r < R; ++r) {
     if (count[r] == 0) continue;
     factor[r] = fold_softmax(scores[r], count[r], work.now.top + pair + r, work.now.total + pair + r);
@@ -198,17 +199,18 @@ static void fold_pairs(const AttentionArgs& args, const AttentionTask& task, con
   }
 }
 
-static void fold_tile(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t first) {
+static void fold_tile(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t first,
+                      const Ahead& ahead) {
   const std::int64_t pairs = task.rows * task.heads;
   std::int64_t p = 0;
-  for (; p + kPairs <= pairs; p += kPairs) fold_pairs<kPairs>(args, task, work, first, p);
+  for (; p + kPairs <= pairs; p += kPairs) fold_pairs<kPairs>(args, task, work, first, p, ahead);
   if constexpr (kPairs > 4) {
-    for (; p + 4 <= pairs; p += 4) fold_pairs<4>(args, task, work, first, p);
+    for (; p + 4 <= pairs; p += 4) fold_pairs<4>(args, task, work, first, p, ahead);
   }
   if constexpr (kPairs > 2) {
-    for (; p + 2 <= pairs; p += 2) fold_pairs<2>(args, task, work, first, p);
+    for (; p + 2 <= pairs; p += 2) fold_pairs<2>(args, task, work, first, p, ahead);
   }
-  for (; p < pairs; ++p) fold_pairs<1>(args, task, work, first, p);
+  for (; p < pairs; ++p) fold_pairs<1>(args, task, work, first, p, ahead);
 }
 
 static void run_split(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t begin,
@@ -226,14 +228,13 @@ static void run_split(const AttentionArgs& args, const AttentionTask& task, cons
     const int count = static_cast<int>(end - first < kTile ? end - first : kTile);
     load_tile(args.keys, slots[turn], count, group, work.keys);
     if (work.values != work.keys) load_tile(args.values, slots[turn], count, group, work.values);
+    Ahead ahead{{&args.keys, work.values == work.keys ? nullptr : &args.values}, slots[1 - turn], group, 0};
     if (first + kTile < end) {
       const std::int64_t left = end - first - kTile;
-      const int ahead = static_cast<int>(left < kTile ? left : kTile);
-      find_slots(args, task, first + kTile, ahead, slots[1 - turn]);
-      prefetch_tile(args.keys, slots[1 - turn], ahead, group);
-      if (work.values != work.keys) prefetch_tile(args.values, slots[1 - turn], ahead, group);
+      ahead.count = static_cast<int>(left < kTile ? left : kTile);
+      find_slots(args, task, first + kTile, ahead.count, slots[1 - turn]);
     }
-    fold_tile(args, task, work, first);
+    fold_tile(args, task, work, first, ahead);
   }
 }
 

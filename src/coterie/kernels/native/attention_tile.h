@@ -34,11 +34,27 @@ COTERIE_INLINE void widen_row(const T* source, std::int64_t dim, float* out) {
 
 typedef std::int8_t VecCodes __attribute__((vector_size(kLanes)));
 
-COTERIE_INLINE float widen_one(std::uint16_t half) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
+COTERIE_INLINE Vec load_codes(const std::int8_t* codes) {
+  VecCodes group;
+  std::memcpy(&group, codes, sizeof group);
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)group));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)group)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(group, VecI), Vec);
+#endif
+}
+
+// bf16 at any address.
+COTERIE_INLINE Vec load_halves(const char* p, std::int64_t n) {
+  VecH halves = {};
+  if (n >= kLanes) {
+    std::memcpy(&halves, p, sizeof halves);
+  } else {
+    std::memcpy(&halves, p, 2 * static_cast<std::size_t>(n));
+  }
+  return widen(halves);
 }
 
 // Codes of one head: each group of channels times its scale.
@@ -49,9 +65,7 @@ COTERIE_INLINE void widen_codes(const std::int8_t* codes, const char* scales, st
     const std::int64_t end = dim - begin < kScaleGroup ? dim : begin + kScaleGroup;
     std::int64_t i = begin;
     for (; i + kLanes <= end; i += kLanes) {
-      VecCodes group;
-      std::memcpy(&group, codes + i, sizeof group);
-      store(out + i, __builtin_convertvector(__builtin_convertvector(group, VecI), Vec) * splat(scale));
+      store(out + i, load_codes(codes + i) * splat(scale));
     }
     for (; i < end; ++i) out[i] = static_cast<float>(codes[i]) * scale;
   }
@@ -69,12 +83,10 @@ COTERIE_INLINE void load_row(const CacheRows& rows, std::int64_t slot, std::int6
     const std::int64_t codes = rows.heads * rows.dim, groups = scale_groups(rows.dim);
     widen_codes(reinterpret_cast<const std::int8_t*>(row) + first, row + codes + head * groups * 4, rows.dim, out);
     const char* exact = row + codes + rows.heads * groups * 4;
-    for (std::int64_t i = rows.dim; i < width; ++i, exact += 2) {
-      std::uint16_t half;
-      std::memcpy(&half, exact, 2);
-      out[i] = widen_one(half);
-    }
-    for (std::int64_t i = width; i < pad_channels(width); ++i) out[i] = 0.0f;
+    std::int64_t i = rows.dim;
+    for (; i + kLanes <= width; i += kLanes, exact += 2 * kLanes) store(out + i, load_halves(exact, kLanes));
+    if (i < width) store_part(out + i, load_halves(exact, width - i), width - i);
+    for (i = width; i < pad_channels(width); ++i) out[i] = 0.0f;
   }
 }
 
@@ -83,14 +95,22 @@ static void load_tile(const CacheRows& rows, const std::int64_t* slots, int coun
   for (int j = 0; j < count; ++j) load_row(rows, slots[j], head, tile + j * stride);
 }
 
-// Asks for the rows of a later tile, so that memory answers while this one is computed. Of
-// several heads only the channels of this one.
-static void prefetch_tile(const CacheRows& rows, const std::int64_t* slots, int count, std::int64_t head) {
-  const std::int64_t size = rows.kind == CacheKind::f32 ? 4 : rows.kind == CacheKind::bf16 ? 2 : 1;
-  const std::int64_t begin = head * rows.dim * size;
-  const std::int64_t bytes = rows.heads == 1 ? rows.stride : rows.dim * size;
-  for (int j = 0; j < count; ++j) {
-    const char* row = rows.data + slots[j] * rows.stride + begin;
+// Rows of the next tile that are asked for while this one is computed, a few at a time: all at once they would wait for
+// each other. Of several heads only the channels of this one.
+struct Ahead {
+  const CacheRows* rows[2];  // keys and values; the second null if values are keys
+  const std::int64_t* slots;
+  std::int64_t head;
+  int count;
+};
+
+COTERIE_INLINE void ask_for(const Ahead& ahead, int j) {
+  if (j >= ahead.count) return;
+  for (const CacheRows* rows : ahead.rows) {
+    if (!rows) return;
+    const std::int64_t size = rows->kind == CacheKind::f32 ? 4 : rows->kind == CacheKind::bf16 ? 2 : 1;
+    const std::int64_t bytes = rows->heads == 1 ? rows->stride : rows->dim * size;
+    const char* row = rows->data + ahead.slots[j] * rows->stride + ahead.head * rows->dim * size;
     for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
   }
 }

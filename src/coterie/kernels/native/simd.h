@@ -39,7 +39,13 @@ COTERIE_INLINE Vec load(const float* p) {
 }
 
 COTERIE_INLINE Vec widen(VecH h) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
+#else
   return (Vec)(__builtin_convertvector(h, VecU) << 16);
+#endif
 }
 
 COTERIE_INLINE Vec load(const std::uint16_t* p) {
