@@ -139,8 +139,8 @@ void write_bf16(const float* source, std::int64_t n, char* target) {
   }
 }
 
-// One group of channels as codes of the largest magnitude's 127th part, halves to even; returns that scale. What holds a
-// NaN or an infinity reads as NaN.
+// One group of channels as codes of the largest magnitude's 127th part, halves to even; returns that scale. What holds
+// a NaN or an infinity reads as NaN.
 float write_group(const float* source, std::int64_t n, std::int8_t* codes) {
   std::uint32_t largest = 0;
   for (std::int64_t i = 0; i < n; ++i) {

@@ -54,17 +54,18 @@ COTERIE_INLINE Vec sum_each(Vec* v) {
 }
 
 // scores[r][0, count rounded up) of R pairs; `dim` is whole vectors.
-template <int R>
-COTERIE_INLINE void score_tile(const float* query, std::int64_t dim, const float* tile, std::int64_t stride, int count,
-                               float scale, float (*scores)[kTile], const Ahead* ahead) {
+template <int R, class Rows>
+COTERIE_INLINE void score_tile(const float* query, std::int64_t dim, const Rows& tile, int count, float scale,
+                               float (*scores)[kTile], const Ahead* ahead) {
   constexpr int C = kSums / R;
   for (int j = 0; j < count; j += C) {
     for (int c = 0; ahead && c < C; ++c) ask_for(*ahead, j + c);
-    const float* key = tile + j * stride;
+    decltype(tile.row(0)) rows[C];
+    for (int c = 0; c < C; ++c) rows[c] = tile.row(j + c);
     Vec acc[kSums] = {};
     for (std::int64_t d = 0; d < dim; d += kLanes) {
       Vec keys[C];
-      for (int c = 0; c < C; ++c) keys[c] = load(key + c * stride + d);
+      for (int c = 0; c < C; ++c) keys[c] = in_register(load(rows[c] + d));
       for (int r = 0; r < R; ++r) {
         const Vec q = in_register(load(query + r * dim + d));
         for (int c = 0; c < C; ++c) acc[r * C + c] = fma(q, keys[c], acc[r * C + c]);
@@ -104,16 +105,17 @@ COTERIE_INLINE float fold_softmax(float* scores, int count, float* top, float* t
 }
 
 // out[r] = out[r] * factor[r] + sum of weights[r][j] * values[j] over [begin, end), of V vectors.
-template <int R, int V>
-COTERIE_INLINE void value_block(const float* tile, std::int64_t stride, const float (*weights)[kTile], int begin,
-                                int end, const float* factor, float* out, std::int64_t dim) {
+template <int R, int V, class Rows>
+COTERIE_INLINE void value_block(const Rows& tile, std::int64_t at, const float (*weights)[kTile], int begin, int end,
+                                const float* factor, float* out, std::int64_t dim) {
   Vec acc[R][V];
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < V; ++v) acc[r][v] = load(out + r * dim + v * kLanes) * splat(factor[r]);
   }
   for (int j = begin; j < end; ++j) {
+    const auto* row = tile.row(j) + at;
     Vec value[V];
-    for (int v = 0; v < V; ++v) value[v] = load(tile + j * stride + v * kLanes);
+    for (int v = 0; v < V; ++v) value[v] = in_register(load(row + v * kLanes));
     for (int r = 0; r < R; ++r) {
       const Vec weight = splat(weights[r][j]);
       for (int v = 0; v < V; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
@@ -124,15 +126,15 @@ COTERIE_INLINE void value_block(const float* tile, std::int64_t stride, const fl
   }
 }
 
-template <int R>
-COTERIE_INLINE void value_tile(const float* tile, std::int64_t stride, const float (*weights)[kTile], int begin,
-                               int end, const float* factor, float* out, std::int64_t dim) {
+template <int R, class Rows>
+COTERIE_INLINE void value_tile(const Rows& tile, const float (*weights)[kTile], int begin, int end,
+                               const float* factor, float* out, std::int64_t dim) {
   constexpr int V = kValueSums / R;
   std::int64_t i = 0;
   for (; i + V * kLanes <= dim; i += V * kLanes) {
-    value_block<R, V>(tile + i, stride, weights, begin, end, factor, out + i, dim);
+    value_block<R, V>(tile, i, weights, begin, end, factor, out + i, dim);
   }
-  for (; i < dim; i += kLanes) value_block<R, 1>(tile + i, stride, weights, begin, end, factor, out + i, dim);
+  for (; i < dim; i += kLanes) value_block<R, 1>(tile, i, weights, begin, end, factor, out + i, dim);
 }
 
 // A task's scratch, and its pairs' state within the split at hand.
@@ -167,10 +169,19 @@ static Work make_work(const AttentionArgs& args, const AttentionTask& task) {
   return work;
 }
 
-// Folds a tile at position `first` into R pairs from `pair` on.
-template <int R>
-static void fold_pairs(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t first,
-                       std::int64_t pair, const Ahead& ahead) {
+// Keys and values of up to kTile positions from `first` on, and what comes after them.
+template <class Rows>
+struct Tile {
+  Rows keys, values;
+  Ahead ahead;
+  std::int64_t first;
+};
+
+// Folds a tile into R pairs from `pair` on.
+template <int R, class Rows>
+static void fold_pairs(const AttentionArgs& args, const AttentionTask& task, const Work& work, const Tile<Rows>& tile,
+                       std::int64_t pair) {
+  const std::int64_t first = tile.first;
   int count[R];
   for (int r = 0; r < R; ++r) {
     const std::int64_t seen = task.first_position + (pair + r) / task.heads + 1 - first;
@@ -179,38 +190,71 @@ static void fold_pairs(const AttentionArgs& args, const AttentionTask& task, con
   if (count[R - 1] == 0) return;
   float scores[R][kTile];
   float factor[R];
-  score_tile<R>(work.query + pair * work.key_dim, work.key_dim, work.keys, work.key_stride, count[R - 1], args.scale,
-                scores, pair + R == task.rows * task.heads ? &ahead : nullptr);
+  score_tile<R>(work.query + pair * work.key_dim, work.key_dim, tile.keys, count[R - 1], args.scale, scores,
+                pair + R == task.rows * task.heads ? &tile.ahead : nullptr);
   for (int r = 0; r < R; ++r) {
     if (count[r] == 0) continue;
     factor[r] = fold_softmax(scores[r], count[r], work.now.top + pair + r, work.now.total + pair + r);
   }
   float* out = work.now.out + pair * work.value_dim;
   if (count[0] > 0) {
-    value_tile<R>(work.values, work.value_stride, scores, 0, count[0], factor, out, work.value_dim);
+    value_tile<R>(tile.values, scores, 0, count[0], factor, out, work.value_dim);
   }
   if constexpr (R > 1) {  // rows further down see a few keys more
     const float one = 1.0f;
     for (int r = 1; r < R; ++r) {
       if (count[r] == count[0]) continue;
-      value_tile<1>(work.values, work.value_stride, scores + r, count[0], count[r], count[0] ? &one : factor + r,
+      value_tile<1>(tile.values, scores + r, count[0], count[r], count[0] ? &one : factor + r,
                     out + r * work.value_dim, work.value_dim);
     }
   }
 }
 
-static void fold_tile(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t first,
-                      const Ahead& ahead) {
+template <class Rows>
+static void fold_tile(const AttentionArgs& args, const AttentionTask& task, const Work& work, const Tile<Rows>& tile) {
   const std::int64_t pairs = task.rows * task.heads;
   std::int64_t p = 0;
-  for (; p + kPairs <= pairs; p += kPairs) fold_pairs<kPairs>(args, task, work, first, p, ahead);
+  for (; p + kPairs <= pairs; p += kPairs) fold_pairs<kPairs>(args, task, work, tile, p);
   if constexpr (kPairs > 4) {
-    for (; p + 4 <= pairs; p += 4) fold_pairs<4>(args, task, work, first, p, ahead);
+    for (; p + 4 <= pairs; p += 4) fold_pairs<4>(args, task, work, tile, p);
   }
   if constexpr (kPairs > 2) {
-    for (; p + 2 <= pairs; p += 2) fold_pairs<2>(args, task, work, first, p, ahead);
+    for (; p + 2 <= pairs; p += 2) fold_pairs<2>(args, task, work, tile, p);
   }
-  for (; p < pairs; ++p) fold_pairs<1>(args, task, work, first, p, ahead);
+  for (; p < pairs; ++p) fold_pairs<1>(args, task, work, tile, p);
+}
+
+struct TileSlots {
+  const std::int64_t* slots;
+  Ahead ahead;
+  std::int64_t first;
+  int count;
+};
+
+template <class T>
+static void fold_in_place(const AttentionArgs& args, const AttentionTask& task, const Work& work, const TileSlots& at) {
+  Tile<InPlace<T>> tile;
+  point_at(args.keys, at.slots, at.count, at.ahead.head, &tile.keys);
+  point_at(args.values, at.slots, at.count, at.ahead.head, &tile.values);
+  tile.ahead = at.ahead;
+  tile.first = at.first;
+  fold_tile(args, task, work, tile);
+}
+
+// Few pairs read the cache where it lies: writing a widened tile would cost as much as they do.
+static void read_tile(const AttentionArgs& args, const AttentionTask& task, const Work& work, const TileSlots& at) {
+  if (task.rows * task.heads <= kPairs && in_place(args.keys) && in_place(args.values)) {
+    if (args.keys.kind == CacheKind::f32) {
+      fold_in_place<float>(args, task, work, at);
+    } else {
+      fold_in_place<std::uint16_t>(args, task, work, at);
+    }
+    return;
+  }
+  load_tile(args.keys, at.slots, at.count, at.ahead.head, work.keys);
+  if (work.values != work.keys) load_tile(args.values, at.slots, at.count, at.ahead.head, work.values);
+  const Tile<Widened> tile{{work.keys, work.key_stride}, {work.values, work.value_stride}, at.ahead, at.first};
+  fold_tile(args, task, work, tile);
 }
 
 static void run_split(const AttentionArgs& args, const AttentionTask& task, const Work& work, std::int64_t begin,
@@ -226,15 +270,13 @@ static void run_split(const AttentionArgs& args, const AttentionTask& task, cons
   for (std::int64_t first = begin; first < end; first += kTile) {
     const int turn = static_cast<int>((first - begin) / kTile % 2);
     const int count = static_cast<int>(end - first < kTile ? end - first : kTile);
-    load_tile(args.keys, slots[turn], count, group, work.keys);
-    if (work.values != work.keys) load_tile(args.values, slots[turn], count, group, work.values);
     Ahead ahead{{&args.keys, work.values == work.keys ? nullptr : &args.values}, slots[1 - turn], group, 0};
     if (first + kTile < end) {
       const std::int64_t left = end - first - kTile;
       ahead.count = static_cast<int>(left < kTile ? left : kTile);
       find_slots(args, task, first + kTile, ahead.count, slots[1 - turn]);
     }
-    fold_tile(args, task, work, first, ahead);
+    read_tile(args, task, work, {slots[turn], ahead, first, count});
   }
 }
 

@@ -95,6 +95,34 @@ static void load_tile(const CacheRows& rows, const std::int64_t* slots, int coun
   for (int j = 0; j < count; ++j) load_row(rows, slots[j], head, tile + j * stride);
 }
 
+// Where the rows of a tile are read: widened in scratch, or where the cache has them.
+struct Widened {
+  const float* base;
+  std::int64_t stride;
+  const float* row(int j) const { return base + j * stride; }
+};
+
+template <class T>
+struct InPlace {
+  const T* rows[kTile];
+  const T* row(int j) const { return rows[j]; }
+};
+
+// Whether rows can be read in place: whole vectors of floats or bf16.
+COTERIE_INLINE bool in_place(const CacheRows& rows) {
+  return rows.kind != CacheKind::int8 && (rows.dim + rows.exact) % 16 == 0 && rows.dim % 16 == 0;
+}
+
+// Rows past `count` are the last one again: they may be read, their scores are not used.
+template <class T>
+static void point_at(const CacheRows& rows, const std::int64_t* slots, int count, std::int64_t head,
+                     InPlace<T>* place) {
+  for (int j = 0; j < kTile; ++j) {
+    const char* row = rows.data + slots[j < count ? j : count - 1] * rows.stride;
+    place->rows[j] = reinterpret_cast<const T*>(row) + head * rows.dim;
+  }
+}
+
 // Rows of the next tile that are asked for while this one is computed, a few at a time: all at once they would wait for
 // each other. Of several heads only the channels of this one.
 struct Ahead {
