@@ -16,6 +16,8 @@ from coterie.spec.model import AttentionSpec, RopeSpec
 from coterie.spec.weights import BF16, F32, MatrixSpec
 
 ISAS = tuple(_native.isa_levels())
+LEVELS = (*ISAS, "amx-emulated") if "avx512" in ISAS else ISAS
+"""With the tile kernels on emulated tiles: for tests of products, whatever the processor."""
 KINDS: tuple[CacheKind, ...] = ("f32", "bf16")
 Floats = NDArray[np.float32]
 
@@ -47,6 +49,11 @@ def to_bf16(values: Floats) -> Floats:
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return rounded.astype(np.uint32).view(np.float32)
+
+
+def as_multiplied(isa: str, kind: str, x: Floats) -> Floats:
+    """Activations as a level's products take them: AMX levels round them to bf16 before bf16 weights."""
+    return to_bf16(x) if isa.startswith("amx") and kind == "bf16" else x
 
 
 def mla_spec(heads: int = 5, nope: int = 12, rope: int = 6, rank: int = 28, value: int = 10) -> AttentionSpec:

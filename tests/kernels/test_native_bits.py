@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cases import ISAS, KINDS, PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, normal, plain_stream
+from kernel_cases import KINDS, LEVELS, PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, normal, plain_stream
 
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
@@ -60,7 +60,7 @@ OPS = ("linear", "head_linear", "norm", "add_norm", "sigmoid_scale", "mla_inputs
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("name", OPS)
 def test_rows_do_not_depend_on_batch_or_threads(name: str, isa: str, kind: WeightKind) -> None:
     expected = row_ops(NativeKernels(1, isa), kind)[name](np.arange(TOTAL))
@@ -75,7 +75,7 @@ def test_rows_do_not_depend_on_batch_or_threads(name: str, isa: str, kind: Weigh
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 def test_expert_rows_do_not_depend_on_who_shares_the_expert(isa: str, kind: WeightKind) -> None:
     inner, hidden, count = 45, 131, 4
     x = normal(21, TOTAL, hidden)
@@ -104,7 +104,7 @@ def attention_inputs(spec: AttentionSpec, total: int) -> tuple[np.ndarray, list[
 
 
 @pytest.mark.parametrize("spec", [MLA, GQA, mla_spec(16, 8, 8, 64, 8)], ids=["mla5", "gqa", "mla16"])
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 def test_attention_without_cache_equals_paged_f32(isa: str, spec: AttentionSpec) -> None:
     """Packed rows, one page after another, any page size, chunked or whole: one answer."""
     lengths = (1, 64, 130, 105)
@@ -130,7 +130,7 @@ def test_attention_without_cache_equals_paged_f32(isa: str, spec: AttentionSpec)
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("spec", [MLA, GQA], ids=["mla", "gqa"])
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 def test_bf16_cache_chunked_equals_whole(isa: str, spec: AttentionSpec, chunk: int) -> None:
     """Chunks write their rows as they go, so later slots still hold what another sequence left there."""
     total = 150
@@ -148,7 +148,7 @@ def test_bf16_cache_chunked_equals_whole(isa: str, spec: AttentionSpec, chunk: i
         assert same_bits(got, expected[at])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 def test_denormals_are_flushed_the_same_in_every_thread(isa: str) -> None:
     x, weight = normal(27, TOTAL, 131, scale=1e-20), normal(28, 1, 2000, 131, scale=1e-20)
     alone = NativeKernels(1, isa)

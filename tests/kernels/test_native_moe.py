@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import ISAS, KINDS, make_bank, normal
+from kernel_cases import KINDS, LEVELS, make_bank, normal
 
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
@@ -32,7 +32,7 @@ RULES = [
 ]
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=LEVELS)
 def native(request: pytest.FixtureRequest) -> NativeKernels:
     return NativeKernels(2, request.param)
 
@@ -147,7 +147,8 @@ def test_experts(
     got = native.experts(rows, sizes, make_bank(native, gate_up, kind, 2), make_bank(native, down, kind))
     banks = make_bank(oracle, gate_up, kind), make_bank(oracle, down, kind)
     expected = oracle.experts(wide(rows), wide(sizes), *banks).numpy()
-    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max(initial=1))
+    close = 1e-2 if native.isa.startswith("amx") and kind == "bf16" else 2e-5  # activations of 8 bits
+    np.testing.assert_allclose(got, expected, rtol=close, atol=close * np.abs(expected).max(initial=1))
 
 
 @pytest.mark.parametrize("with_shared", [True, False])

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import (
-    ISAS,
     KINDS,
+    LEVELS,
     PagedSequences,
+    as_multiplied,
     fill_caches,
     gqa_spec,
     make_bank,
@@ -29,7 +30,7 @@ from coterie.spec.model import AttentionSpec, RopeSpec
 ROWS = (0, 1, 2, 7, 70)
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=LEVELS)
 def native(request: pytest.FixtureRequest) -> NativeKernels:
     return NativeKernels(2, request.param)
 
@@ -61,7 +62,7 @@ def test_linear(native: NativeKernels, oracle: ReferenceKernels, kind: WeightKin
     weight, bias = normal(1, 1, rows, cols), normal(2, rows)
     mine, theirs = make_bank(native, weight, kind), make_bank(oracle, weight, kind)
     for count in ROWS:
-        x = normal(count, count, cols)
+        x = as_multiplied(native.isa, kind, normal(count, count, cols))
         assert_close(native.linear(x, mine), oracle.linear(wide(x), theirs))
         assert_close(native.linear(x, mine, native.vector(bias)), oracle.linear(wide(x), theirs, wide(bias)))
         assert_close(native.head(x, mine), oracle.head(wide(x), theirs))
@@ -101,7 +102,7 @@ def test_embed(native: NativeKernels, oracle: ReferenceKernels, kind: WeightKind
 def test_head_linear(native: NativeKernels, oracle: ReferenceKernels, kind: WeightKind) -> None:
     weight = normal(5, 3, 37, 29)
     for count in ROWS:
-        x = normal(count, count, 3, 29)
+        x = as_multiplied(native.isa, kind, normal(count, count, 3, 29))
         expected = oracle.head_linear(wide(x), make_bank(oracle, weight, kind))
         assert_close(native.head_linear(x, make_bank(native, weight, kind)), expected)
 
@@ -126,7 +127,8 @@ def test_mla_inputs(native: NativeKernels, oracle: ReferenceKernels, kind: Weigh
     w_uk = normal(8, spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim)
     weight = normal(9, spec.kv_lora_rank)
     for count in ROWS:
-        query, kv = normal(count, count, spec.num_heads * spec.qk_head_dim), normal(count + 9, count, spec.latent_width)
+        query = as_multiplied(native.isa, kind, normal(count, count, spec.num_heads * spec.qk_head_dim))
+        kv = normal(count + 9, count, spec.latent_width)
         positions = np.random.default_rng(count).integers(0, 500, count).astype(np.int32)
         mine = native.mla_inputs(
             query, kv, make_bank(native, w_uk, kind), weight, native.rope_table(spec.rope, 500), positions, spec

@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 import pytest
-from kernel_cases import ISAS, normal
+from kernel_cases import LEVELS, normal
 
 from coterie.kernels.api import ExpertBanks, Routed
 from coterie.kernels.native import NativeKernels
@@ -69,7 +69,7 @@ def oracle(x: np.ndarray, weight: np.ndarray, format: WeightFormat) -> np.ndarra
     return x.astype(np.float64) @ weight.astype(np.float64).T
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_quantised_rows_are_those_of_the_definition(format: WeightFormat, isa: str) -> None:
     kernels = NativeKernels(2, isa)
@@ -89,7 +89,7 @@ def test_quantised_rows_are_those_of_the_definition(format: WeightFormat, isa: s
 def test_every_level_writes_the_same_bytes(format: WeightFormat) -> None:
     values = normal(3, 2, 70, 200)
     units = [
-        (kernels := NativeKernels(1, isa)).units(bank_of(kernels, values, format)).tobytes() for isa in ISAS
+        (kernels := NativeKernels(1, isa)).units(bank_of(kernels, values, format)).tobytes() for isa in LEVELS
     ]
     assert all(unit == units[0] for unit in units)
 
@@ -110,7 +110,7 @@ def test_codes_are_placed_exactly(format: WeightFormat) -> None:
     assert not kernels.read(bank, 0)[:, : 211].any() or format.kind in ("int8", "code4"), "matrix 0 was touched"
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_products(format: WeightFormat, isa: str) -> None:
     kernels = NativeKernels(2, isa)
@@ -124,7 +124,7 @@ def test_products(format: WeightFormat, isa: str) -> None:
         assert np.allclose(got, wanted, rtol=1e-4, atol=2e-4 * np.sqrt(cols)), (rows, cols, count)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_rows_do_not_depend_on_batch_or_threads(format: WeightFormat, isa: str) -> None:
     x, weight = normal(1, 300, 333), normal(2, 1, 77, 333)
@@ -138,7 +138,7 @@ def test_rows_do_not_depend_on_batch_or_threads(format: WeightFormat, isa: str) 
             assert got.tobytes() == whole[start : start + size].tobytes(), (threads, size, start)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_hard_inputs_have_a_defined_result(format: WeightFormat, isa: str) -> None:
     kernels = NativeKernels(1, isa)
@@ -154,7 +154,7 @@ def test_hard_inputs_have_a_defined_result(format: WeightFormat, isa: str) -> No
         kernels.fill(bank, 0, 0, normal(1, 2, 151))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("format", [F32, BF16, *FORMATS], ids=["f32", "bf16", *IDS])
 def test_fused_experts_are_the_single_ops(format: WeightFormat, isa: str) -> None:
     hidden, inner, count, k = 200, 150, 5, 3
@@ -202,7 +202,8 @@ def check_against_float64(kernels: NativeKernels, x, routed: Routed, banks, got,
             inner = (both[:, :half] / (1 + np.exp(-both[:, :half])) * both[:, half:]).astype(np.float32)
             wanted[token] += weight * oracle(inner, kernels.read(banks[1], expert), format)[0]
     error = np.abs(got - wanted).max(initial=0) / max(np.abs(wanted).max(initial=0), 1e-9)
-    assert error < (5e-3 if format.is_integer else 1e-5)
+    coarse = format.is_integer or (format == BF16 and kernels.isa.startswith("amx"))
+    assert error < (5e-3 if coarse else 1e-5)
 
 
 def test_sizes_are_those_of_the_spec() -> None:

@@ -30,7 +30,7 @@ class EngineConfig:
     mem_fraction_static: float = 0.8
     enable_prefix_caching: bool = True
     threads: int | None = None
-    isa: Literal["auto", "generic", "avx2", "avx512"] = "auto"
+    isa: Literal["auto", "generic", "avx2", "avx512", "amx"] = "auto"
     seed: int = 0
     strict: bool = False
     experts: ExpertsChoice = "auto"

@@ -47,7 +47,7 @@ class EngineOptions(TypedDict, total=False):
     mem_fraction_static: float
     enable_prefix_caching: bool
     threads: int | None
-    isa: Literal["auto", "generic", "avx2", "avx512"]
+    isa: Literal["auto", "generic", "avx2", "avx512", "amx"]
     seed: int
     strict: bool
     experts: ExpertsChoice

@@ -18,7 +18,8 @@ from coterie.kernels.cgroup import group_folders, read_text
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`isa_levels`: usable levels, best last. `quota`: CPUs that the cgroups grant, None without a limit."""
+    """`isa_levels`: usable levels, best last. `refused_levels`: (level, reason) of those the processor has but that
+    failed their check. `quota`: CPUs that the cgroups grant, None without a limit."""
 
     arch: str
     isa_levels: tuple[str, ...]
@@ -27,6 +28,7 @@ class Machine:
     quota: float | None
     threads: int
     threads_reason: str
+    refused_levels: tuple[tuple[str, str], ...] = ()
 
 
 @cache
@@ -48,6 +50,7 @@ def probe(root: Path, affinity: set[int]) -> Machine:
         quota=quota,
         threads=threads,
         threads_reason=reason,
+        refused_levels=tuple(_native.refused_levels()),
     )
 
 

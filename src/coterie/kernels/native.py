@@ -36,7 +36,7 @@ from coterie.spec.weights import MatrixSpec
 
 Floats = NDArray[np.float32]
 Integers = NDArray[Any]
-IsaLevel = Literal["generic", "avx2", "avx512"]
+IsaLevel = Literal["generic", "avx2", "avx512", "amx"]
 
 
 class NativeKernels:

@@ -19,7 +19,7 @@ ActivationDtype = Literal["float32", "float64"]
 MAX_THREADS = 1024
 """What the native kernels accept."""
 
-_KNOWN_LEVELS = ("generic", "avx2", "avx512")
+_KNOWN_LEVELS = ("generic", "avx2", "avx512", "amx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,13 @@ def choose_isa(facts: Machine, isa: str) -> Choice:
     """The level asked for, or the best of this machine. Raises CoterieError if the machine lacks it."""
     levels = ", ".join(facts.isa_levels)
     if isa == "auto":
-        return Choice("isa", facts.isa_levels[-1], f"best of {levels} on this {facts.arch} processor")
+        reason = f"best of {levels} on this {facts.arch} processor"
+        reason += "".join(f"; {level} is left out: {why}" for level, why in facts.refused_levels)
+        return Choice("isa", facts.isa_levels[-1], reason)
     if isa in facts.isa_levels:
         return Choice("isa", isa, "asked for")
     known = "is not available on this processor" if isa in _KNOWN_LEVELS else "is unknown"
+    known = {level: f"is left out: {why}" for level, why in facts.refused_levels}.get(isa, known)
     raise CoterieError(f"isa {isa!r} {known}; choose auto or one of {levels}")
 
 

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -17,7 +18,9 @@
 
 #include "bindings.h"
 #include "bindings_attention.h"
+#include "levels.h"
 #include "probe.h"
+#include "tile_check.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -32,37 +35,9 @@ struct RouteShape {
   float norm_epsilon, scaling;
 };
 
-const KernelTable& find_table(const std::string& isa) {
-#ifdef COTERIE_X86
-  if (isa == "avx2") return avx2::table;
-  if (isa == "avx512") return avx512::table;
-#endif
-  require(isa == "generic", "unknown ISA level '" + isa + "'");
-  return generic::table;
-}
-
-// Levels this build holds and this processor runs, best last.
-std::vector<std::string> isa_levels() {
-  std::vector<std::string> levels{"generic"};
-#ifdef COTERIE_X86
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
-  if (avx2) levels.emplace_back("avx2");
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512vnni")) {
-    levels.emplace_back("avx512");
-  }
-#endif
-  return levels;
-}
-
 void init_device(Device* self, int threads, const std::string& isa) {
   require(threads >= 1 && threads <= 1024, "threads must be in [1, 1024], not " + std::to_string(threads));
-  bool available = false;
-  for (const std::string& level : isa_levels()) available = available || level == isa;
-  require(available, "ISA level '" + isa + "' is not available on this processor");
-  new (self) Device(threads, find_table(isa));
+  new (self) Device(threads, level_table(isa));
 }
 
 // ---- products and rows ----------------------------------------------------------------------------------------------
@@ -229,6 +204,8 @@ std::vector<double> run_probe(Device& device, const std::string& kind, std::int6
 NB_MODULE(_native, m) {
   m.doc() = "Native CPU kernels: see coterie.kernels.native.";
   m.def("isa_levels", &isa_levels);
+  m.def("refused_levels", &refused_levels);
+  m.def("differing_kind", [](const std::string& isa) { return differing_kind(level_table(isa)); }, "isa"_a);
   m.def("probe_kinds", &probe_kinds);
   m.def("sort_by_expert", &sort_by_expert, nb::arg("ids").noconvert(), nb::arg("token").noconvert(),
         nb::arg("position").noconvert(), nb::arg("counts").noconvert());

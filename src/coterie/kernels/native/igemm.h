@@ -303,8 +303,23 @@ static float quantize_span(const float* x, std::int64_t size, std::int8_t* codes
   return wrong == 0.0f ? factor : __builtin_nanf("");
 }
 
+// Nearest-even bf16 values; a NaN stays a NaN.
+static void round_inputs(const QuantizeInputs& args, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    const float* x = args.x + row * args.x_stride;
+    std::int8_t* out = args.codes + row * args.stride;
+    for (std::int64_t i = args.first; i < args.last; ++i) {
+      const std::uint16_t bits = to_bf16(x[i]);
+      std::memcpy(out + 2 * i, &bits, 2);
+    }
+    const std::int64_t used = 2 * args.cols;
+    if (args.last == args.cols) std::memset(out + used, 0, static_cast<std::size_t>(args.stride - used));
+  }
+}
+
 // Rows [begin, end), columns [first, last) of x, where `first` starts an activation group and a weight group.
 static void quantize_inputs(const QuantizeInputs& args, std::int64_t begin, std::int64_t end) {
+  if (!args.scales) return round_inputs(args, begin, end);
   for (std::int64_t row = begin; row < end; ++row) {
     const float* x = args.x + row * args.x_stride;
     std::int8_t* codes = args.codes + row * args.stride;

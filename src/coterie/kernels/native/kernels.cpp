@@ -36,7 +36,7 @@ namespace {
 
 extern const KernelTable table;
 const KernelTable table = {
-    COTERIE_STRING(COTERIE_ISA), gemm, quantize_inputs, quantize_row, norm, mla_rows, head_rows, attention,
+    COTERIE_STRING(COTERIE_ISA), false, gemm, quantize_inputs, quantize_row, norm, mla_rows, head_rows, attention,
     attention_merge, route, combine, silu_mul, sigmoid_scale,
 };
 

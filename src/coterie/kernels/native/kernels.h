@@ -14,6 +14,8 @@ namespace coterie {
 // Rows of int8 activations: codes [rows, stride] (columns padded with zeros to 64), scales [rows, groups], one for
 // every `group` columns, and for each scale group of the weights the sum of its codes times the `zero` of the weights
 // (layout.h), [rows, weight groups].
+// For bf16 weights, where the level takes bf16 activations: codes are bf16 values, padded with zeros to 32 columns;
+// `stride` stays in bytes; no scales and no sums.
 struct Activations {
   const std::int8_t* codes;
   const float* scales;
@@ -21,8 +23,18 @@ struct Activations {
   std::int64_t stride, group, groups;
 };
 
-// Rows a task of an integer kind may have.
+// Activations from row `row` on; nothing stays nothing.
+static inline Activations rows_from(const Activations& q, std::int64_t row, std::int64_t weight_groups) {
+  if (!q.codes) return q;
+  return {q.codes + row * q.stride,
+          q.scales ? q.scales + row * q.groups : nullptr,
+          q.sums ? q.sums + row * weight_groups : nullptr,
+          q.stride, q.group, q.groups};
+}
+
+// Rows a task with narrow activations may have, and rows of memory that can be read behind them (tiles read 16 rows).
 inline constexpr std::int64_t kMaxIntRows = 256;
+inline constexpr std::int64_t kTileSlack = 15;
 
 // out[r, j] = sum_k x[r, k] * W[j, k] (+ bias) for the outputs j of panels [panel_begin, panel_end). Integer kinds read
 // `quantized` instead of x.
@@ -39,7 +51,7 @@ struct GemmTask {
   std::int64_t panel_end;
 };
 
-// int8 codes of columns [first, last) of float rows, for weights with scales every `weight_group` columns. `first` and
+// int8 codes (bf16 values if `scales` is null) of columns [first, last) of float rows, for weights with scales every `weight_group` columns. `first` and
 // `last` are multiples of both groups, or the end of the row.
 struct QuantizeInputs {
   const float* x;
@@ -182,6 +194,7 @@ struct CombineArgs {
 
 struct KernelTable {
   const char* name;
+  bool bf16_inputs;  // bf16 weights multiply activations that were rounded to bf16
   void (*gemm)(const GemmTask&);
   void (*quantize_inputs)(const QuantizeInputs&, std::int64_t begin, std::int64_t end);
   // A weight row [cols] to unpacked codes [cols], scales and mins [groups].
@@ -211,6 +224,13 @@ extern const KernelTable table;
 }
 namespace avx512 {
 extern const KernelTable table;
+}
+// Products only: the rest of these levels is avx512's.
+namespace amx {
+void products(const GemmTask& task);
+}
+namespace amx_emulated {
+void products(const GemmTask& task);
 }
 #endif
 

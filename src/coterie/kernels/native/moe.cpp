@@ -10,7 +10,8 @@ namespace coterie {
 namespace {
 
 bool same_inputs(const Matrix& a, const Matrix& b) {
-  return is_integer(a.format.kind) == is_integer(b.format.kind) && a.cols == b.cols && a.group == b.group &&
+  return is_integer(a.format.kind) == is_integer(b.format.kind) &&
+         (a.format.kind == Kind::bf16) == (b.format.kind == Kind::bf16) && a.cols == b.cols && a.group == b.group &&
          zero_of(a.format) == zero_of(b.format);
 }
 
@@ -28,12 +29,13 @@ Gathered Device::gather(const float* x, const Activations& q, const Matrix& weig
     });
     return {rows, {}};
   }
-  auto* codes = space.take<std::int8_t>(pairs * q.stride);
-  auto* scales = space.take<float>(pairs * q.groups);
-  auto* sums = space.take<std::int32_t>(pairs * weight.groups);
+  auto* codes = space.take<std::int8_t>((pairs + kTileSlack) * q.stride);
+  float* scales = q.scales ? space.take<float>(pairs * q.groups) : nullptr;
+  std::int32_t* sums = q.sums ? space.take<std::int32_t>(pairs * weight.groups) : nullptr;
   over_rows(pairs, q.stride / 8, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       std::memcpy(codes + i * q.stride, q.codes + token[i] * q.stride, static_cast<std::size_t>(q.stride));
+      if (!q.scales) continue;
       std::memcpy(scales + i * q.groups, q.scales + token[i] * q.groups, 4 * static_cast<std::size_t>(q.groups));
       std::memcpy(sums + i * weight.groups, q.sums + token[i] * weight.groups, 4 * static_cast<std::size_t>(weight.groups));
     }

@@ -53,9 +53,6 @@ struct MoeArgs {
   std::int64_t tokens, top_k;
 };
 
-// Activations from row `row` on; nothing stays nothing.
-Activations rows_from(const Activations& q, std::int64_t row, std::int64_t weight_groups);
-
 // Float rows or their codes in expert order.
 struct Gathered {
   const float* rows;
@@ -111,7 +108,9 @@ class Device {
   }
   template <class F>
   void over_panels(const Bank& bank, std::int64_t row, std::int64_t n, F body);
-  // int8 codes of `rows` rows of x for a weight of an integer kind, in scratch memory; empty for float kinds.
+  // Whether products with weights of a kind take narrow activations (struct Activations) instead of floats.
+  bool narrows(Kind kind) const { return is_integer(kind) || (kind == Kind::bf16 && table_.bf16_inputs); }
+  // The narrow activations of `rows` rows of x for a weight, in scratch memory; empty if it takes floats.
   Activations quantize(const float* x, std::int64_t x_stride, std::int64_t rows, const Matrix& weight, Workspace& space);
   QuantizeInputs inputs_for(const Matrix& weight, std::int64_t rows, Workspace& space, const float* x,
                             std::int64_t x_stride);

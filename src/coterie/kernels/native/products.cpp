@@ -17,8 +17,7 @@ constexpr std::int64_t kFloatRows = 64;          // rows of a task of a float ki
 // Cuts one product into row and panel ranges of about kProductChunk multiply-adds.
 void split(const Product& p, const Activations& quantized, std::vector<GemmTask>& tasks) {
   const std::int64_t panels = panels_of(p.weight);
-  const bool integer = is_integer(p.weight.format.kind);
-  const std::int64_t most = integer ? kMaxIntRows : kFloatRows;
+  const std::int64_t most = quantized.codes ? kMaxIntRows : kFloatRows;
   for (std::int64_t row = 0; row < p.rows; row += most) {
     const std::int64_t rows = std::min(most, p.rows - row);
     const std::int64_t panel_cost = std::max<std::int64_t>(1, rows * p.weight.cols * kPanel);
@@ -39,15 +38,9 @@ struct InnerTask {
 
 }  // namespace
 
-Activations rows_from(const Activations& q, std::int64_t row, std::int64_t weight_groups) {
-  if (!q.codes) return q;
-  return {q.codes + row * q.stride, q.scales + row * q.groups, q.sums + row * weight_groups, q.stride, q.group,
-          q.groups};
-}
-
 Activations Device::quantize(const float* x, std::int64_t x_stride, std::int64_t rows, const Matrix& weight,
                              Workspace& space) {
-  if (!is_integer(weight.format.kind)) return {};
+  if (!narrows(weight.format.kind)) return {};
   const QuantizeInputs args = inputs_for(weight, rows, space, x, x_stride);
   over_rows(rows, weight.cols,
             [&](std::int64_t begin, std::int64_t end) { table_.quantize_inputs(args, begin, end); });
@@ -56,12 +49,17 @@ Activations Device::quantize(const float* x, std::int64_t x_stride, std::int64_t
 
 QuantizeInputs Device::inputs_for(const Matrix& weight, std::int64_t rows, Workspace& space, const float* x,
                                   std::int64_t x_stride) {
-  const std::int64_t stride = padded_cols(weight.format.kind, weight.cols);
+  const bool bf16 = weight.format.kind == Kind::bf16;
+  const std::int64_t stride = padded_cols(weight.format.kind, weight.cols) * (bf16 ? 2 : 1);
+  auto* codes = space.take<std::int8_t>((rows + kTileSlack) * stride);
+  if (bf16) {
+    return {x, x_stride, weight.cols, 0, weight.cols, codes, nullptr, nullptr, stride, kActivationGroup, 0, 0, 0, 0};
+  }
   const std::int64_t group = weight.format.group ? std::max(kLeastActivationGroup, weight.format.group) : stride;
   const std::int64_t groups = (weight.cols + group - 1) / group;
-  return {x,     x_stride, weight.cols,  0,
-          weight.cols, space.take<std::int8_t>(rows * stride), space.take<float>(rows * groups),
-          space.take<std::int32_t>(rows * weight.groups), stride, group, groups, weight.group, weight.groups, zero_of(weight.format)};
+  return {x, x_stride, weight.cols, 0, weight.cols, codes, space.take<float>(rows * groups),
+          space.take<std::int32_t>(rows * weight.groups), stride, group, groups, weight.group, weight.groups,
+          zero_of(weight.format)};
 }
 
 void Device::run_tasks(const std::vector<GemmTask>& tasks, std::int64_t cost) {
@@ -97,8 +95,8 @@ void Device::run_experts(const std::vector<ExpertRun>& runs, Workspace& space) {
     const ExpertRun& run = runs[i];
     const std::int64_t inner = run.down.cols;
     middles.push_back(space.take<float>(run.rows * 2 * inner));
-    const bool integer = is_integer(run.down.format.kind);
-    downs.push_back(integer ? inputs_for(run.down, run.rows, space, middles.back(), 2 * inner) : QuantizeInputs{});
+    const bool narrow = narrows(run.down.format.kind);
+    downs.push_back(narrow ? inputs_for(run.down, run.rows, space, middles.back(), 2 * inner) : QuantizeInputs{});
     for (std::int64_t row = 0; row < run.rows; row += kMaxIntRows) {
       for (std::int64_t first = 0; first < inner; first += kActivationGroup) {
         inner_tasks.push_back({i, row, std::min(kMaxIntRows, run.rows - row), first,

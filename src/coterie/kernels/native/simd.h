@@ -69,7 +69,7 @@ COTERIE_INLINE Vec load_f16(const std::uint16_t* p) {
 // Bytes to and from 32 bits. (The compiler's own conversion goes through single lanes here.)
 COTERIE_INLINE VecU load_bytes(const unsigned char* p) {
 #if defined(__AVX512F__)
-  return (VecU)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return (VecU)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #elif defined(__AVX2__)
   return (VecU)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #else
@@ -81,7 +81,7 @@ COTERIE_INLINE VecU load_bytes(const unsigned char* p) {
 
 COTERIE_INLINE VecB low_bytes(VecI v) {
 #if defined(__AVX512F__)
-  return (VecB)_mm512_cvtepi32_epi8((__m512i)v);
+  return (VecB)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)v);
 #elif defined(__AVX2__)
   const __m256i v2 = _mm256_shuffle_epi8(
       (__m256i)v, _mm256_broadcastsi128_si256(_mm_set_epi32(-1, -1, -1, 0x0c080400)));
