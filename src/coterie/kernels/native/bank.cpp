@@ -122,9 +122,10 @@ void Bank::pack_codes(std::int64_t index, std::int64_t row, const CodeRows& valu
   const std::int64_t lane = lane_of(shape_, row);
   const bool nibble = is_nibble(kind());
   const std::uint32_t kept = lane < 16 ? 0xf0f0f0f0u : 0x0f0f0f0fu;
-  for (std::int64_t k = 0; k < shape_.cols; k += 4) {
-    const std::size_t n = static_cast<std::size_t>(std::min<std::int64_t>(4, shape_.cols - k));
-    unsigned char* place = panel + code_at(kind(), k, lane);
+  unsigned char* const first = panel + code_at(kind(), 0, lane);
+  const std::int64_t step = code_at(kind(), 4, lane) - code_at(kind(), 0, lane);
+  const auto put = [&](std::int64_t k, std::size_t n) {
+    unsigned char* place = first + k / 4 * step;
     std::uint32_t four = 0, there = 0;
     std::memcpy(&four, values.codes + k, n);
     if (nibble) {
@@ -132,7 +133,11 @@ void Bank::pack_codes(std::int64_t index, std::int64_t row, const CodeRows& valu
       four = (there & kept) | (lane < 16 ? four : four << 4);
     }
     std::memcpy(place, &four, n);
-  }
+  };
+  // Whole quads apart: a copy of a fixed size is one instruction.
+  const std::int64_t whole = shape_.cols / 4 * 4;
+  for (std::int64_t k = 0; k < whole; k += 4) put(k, 4);
+  if (whole < shape_.cols) put(whole, static_cast<std::size_t>(shape_.cols - whole));
   for (std::int64_t g = 0; g < shape_.groups; ++g) {
     store_scale(panel + shape_.scales_at, g * kPanel + lane, shape_.format.scale, values.scales[g]);
     if (is_affine(kind())) store_scale(panel + shape_.mins_at, g * kPanel + lane, shape_.format.scale, values.mins[g]);

@@ -5,9 +5,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "bank.h"
@@ -56,8 +59,15 @@ std::int64_t rows_of(const char* op, const A& array) {
 
 template <class A>
 void expect_range(const char* op, const char* name, const A& array, std::int64_t limit) {
-  for (std::size_t i = 0; i < array.size(); ++i) {
-    const std::int64_t value = array.data()[i];
+  // One pass without branches first: a checkpoint's codes come through here, and the size is a product each time.
+  const auto* values = array.data();
+  const std::size_t size = array.size();
+  using Value = std::remove_cv_t<std::remove_pointer_t<decltype(values)>>;
+  const auto top = static_cast<Value>(std::min<std::int64_t>(limit - 1, std::numeric_limits<Value>::max()));
+  bool bad = limit < 1 && size > 0;
+  for (std::size_t i = 0; i < size; ++i) bad |= (values[i] > top) | (values[i] < Value{0});
+  for (std::size_t i = 0; bad && i < size; ++i) {
+    const std::int64_t value = values[i];
     if (value < 0 || value >= limit) {
       throw std::invalid_argument(std::string(op) + ": " + name + " holds " + std::to_string(value) +
                                   ", must be in [0, " + std::to_string(limit) + ")");
