@@ -176,15 +176,15 @@ class LoadProgress:
     starts with the first news: what happens before (imports, checks) loads no bytes and would spoil the rate.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, verb: str = "loading") -> None:
+        self._console, self._verb = console, verb
         self._started: float | None = None
         self._last_line = 0.0
         self._bar = Progress(
-            TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+            TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
             console=console, transient=True,
         )  # fmt: skip
-        self._task = self._bar.add_task("loading", total=None, visible=console.is_terminal)
+        self._task = self._bar.add_task(verb, total=None, visible=console.is_terminal)
 
     def __enter__(self) -> LoadProgress:
         if self._console.is_terminal:
@@ -204,15 +204,16 @@ class LoadProgress:
             self._started = self._last_line = now
         if now - self._last_line >= 2.0:
             self._last_line = now
-            self._console.print(load_line(done, total, now - self._started), highlight=False, soft_wrap=True)
+            line = load_line(done, total, now - self._started, self._verb)
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
-def load_line(done: int, total: int, seconds: float) -> str:
+def load_line(done: int, total: int, seconds: float, verb: str = "loading") -> str:
     """Say progress as plain text: share, sizes, rate, time left."""
     rate = done / seconds if seconds > 0 else 0.0
     left = f"{(total - done) / rate:.0f} s left" if rate > 0 else "time left unknown"
     percent = 100.0 * done / total if total else 100.0
-    return f"loading {percent:.0f} % ({size(done)} of {size(total)}, {size(rate)}/s, {left})"
+    return f"{verb} {percent:.0f} % ({size(done)} of {size(total)}, {size(rate)}/s, {left})"
 
 
 def size(num_bytes: float) -> str:

@@ -22,6 +22,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "chat": ("coterie.cli.chat:chat", "Talk with a model in the terminal."),
     "generate": ("coterie.cli.generate:generate", "Complete one prompt and show ids, text and timings."),
     "bench": ("coterie.cli.bench:bench", "Measure this machine and the engine's speed on it."),
+    "quantize": ("coterie.cli.quantize:quantize", "Write a model quantised and packed, to start in seconds."),
     "train": ("coterie.cli.train:train", "Train the small demo model from a recipe."),
     "version": ("coterie.cli.common:version", "Show the versions of Coterie and of what it runs on."),
 }

@@ -10,6 +10,7 @@ whatever the batch and the number of threads; it may differ between ISA levels. 
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -83,6 +84,16 @@ class NativeKernels:
         hold. The array keeps the memory alive."""
         units: NDArray[np.uint8] = bank.units()
         return units
+
+    def read_units(
+        self, bank: _native.Bank, path: Path, offset: int, checksums: NDArray[np.uint32], *, direct: bool
+    ) -> tuple[int, int, bool]:
+        """Read all units of a bank's memory from a file (`direct`: past the page cache) and check their CRC-32C.
+
+        Returns (first bad unit or -1, errno of a failed read or 0, whether it is the checksum that differs).
+        """
+        unit, code, differs, _ = self._device.read_units(bank, str(path), offset, checksums, direct)
+        return unit, code, differs
 
     def read(self, bank: _native.Bank, index: int) -> HostArray:
         out = np.empty((bank.rows, bank.cols), np.float32)

@@ -23,6 +23,8 @@ from coterie.model.dummy import DummyOptions, dummy_weights
 from coterie.model.formats.codes import holds
 from coterie.model.load_plan import NO_QUANT, DtypeChoice, LoadPlan, PlannedTensor, Skipped, check_strict, make_plan
 from coterie.model.load_report import Conversion, LoadProgress, LoadReport
+from coterie.model.packed_manifest import is_packed_folder
+from coterie.model.packed_reader import PackedReader
 from coterie.model.safetensors_io import LoadError, Piece, RawBytes, ReadStats, StoredTensor, split_rows, stream
 from coterie.spec.cache import CacheKind
 from coterie.spec.model import Fp8BlockQuant, ModelSpec
@@ -75,13 +77,18 @@ def load_weights(
         return _load_dummy(spec, kernels, random, admit, progress)
     if path is None:
         raise LoadError("no weights were given: pass a model folder, or load_format 'dummy' for random weights")
+    if is_packed_folder(Path(path)):
+        packed = PackedReader(Path(path), spec, quant, dtype)
+        admit(packed.needs)
+        weights, report = packed.load(kernels, progress)
+        return LoadedWeights(weights, packed.manifest.kind, report, packed.needs)
     checkpoint = open_checkpoint(Path(path))
     plan = make_plan(checkpoint, spec, dtype, mtp=mtp, quant=quant)
     if strict:
         check_strict(plan)
     needs = memory_needs(plan.layout, plan.bank_formats)
     admit(needs)
-    load = _Load(plan, spec, kernels, progress)
+    load = TensorLoad(plan, spec, kernels, progress)
     load.run()
     doubts = load.compare_copies()
     if strict and doubts:
@@ -136,6 +143,11 @@ class _Clock:
         self.callback(LoadProgress(done, total, rate, eta, tensor))
 
 
+def _add(sums: dict[Any, tuple[float, float]], key: Any, more: tuple[float, float]) -> None:
+    error, total = sums.get(key, (0.0, 0.0))
+    sums[key] = (error + more[0], total + more[1])
+
+
 class _Conversion(NamedTuple):
     """How a tensor is stored, the label of the format it is held in, whether that loses nothing."""
 
@@ -144,11 +156,22 @@ class _Conversion(NamedTuple):
     exact: bool
 
 
-class _Load:
-    """One run through the planned tensors."""
+class TensorLoad:
+    """One run through the planned tensors.
 
-    def __init__(self, plan: LoadPlan, spec: ModelSpec, kernels: Kernels, progress: ProgressCallback | None) -> None:
-        self.plan = plan
+    `losses`: by (bank, matrix), sums of squares of what rounding lost and of the values, of one in `sampled` pieces.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        spec: ModelSpec,
+        kernels: Kernels,
+        progress: ProgressCallback | None,
+        sampled: int = SAMPLED_PIECES,
+    ) -> None:
+        self.plan, self.sampled = plan, sampled
+        self.losses: dict[tuple[str, int], tuple[float, float]] = {}
         block = spec.quantization
         block = block if isinstance(block, Fp8BlockQuant) else Fp8BlockQuant()
         self.decoder = Decoder(block, keep_fp8=any(form.kind == "fp8" for form in plan.bank_formats.values()))
@@ -232,11 +255,12 @@ class _Load:
                 self._conversions[kind] += 1
             if kind.exact:
                 continue
-            if self._pieces_of[kind] % SAMPLED_PIECES == 0:
-                parts = [part for part in item.entry.parts if formats.get(part.bank) == held]
-                sums = [self.filler.error(part, piece.row, values) for part in parts]
-                error, total = self._errors.get(kind, (0.0, 0.0))
-                self._errors[kind] = (error + sum(pair[0] for pair in sums), total + sum(pair[1] for pair in sums))
+            if self._pieces_of[kind] % self.sampled == 0:
+                for part in item.entry.parts:
+                    if formats.get(part.bank) == held:
+                        found = self.filler.error(part, piece.row, values)
+                        _add(self._errors, kind, found)
+                        _add(self.losses, (part.bank, part.index), found)
             self._pieces_of[kind] += 1
 
     def _conversion(self, item: PlannedTensor, held: WeightFormat) -> _Conversion:

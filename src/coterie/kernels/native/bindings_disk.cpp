@@ -78,6 +78,7 @@ nb::tuple measure(Device& device, const Bank& bank, std::int64_t index, std::int
 }  // namespace
 
 void bind_disk(nb::module_& m, nb::class_<Device>& device) {
+  m.def("cached_fraction", &cached_fraction, nb::arg("path"));
   m.def("crc32c", &checksum, nb::arg("bytes").noconvert());
   m.def("crc32c_table", &checksum_by_table, nb::arg("bytes").noconvert());
   device

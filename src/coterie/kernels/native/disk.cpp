@@ -3,6 +3,8 @@
 #include "disk.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -54,6 +56,20 @@ int read_fully(int fd, unsigned char* target, std::int64_t bytes, std::int64_t o
 }
 
 }  // namespace
+
+double cached_fraction(const std::string& path) {
+  const File file(path, false);
+  struct stat facts {};
+  if (file.fd() < 0 || ::fstat(file.fd(), &facts) != 0 || facts.st_size == 0) return 1;
+  const auto bytes = static_cast<std::size_t>(facts.st_size), page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  void* mapped = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, file.fd(), 0);
+  if (mapped == MAP_FAILED) return 1;
+  std::vector<unsigned char> pages((bytes + page - 1) / page);
+  const bool known = ::mincore(mapped, bytes, pages.data()) == 0;
+  ::munmap(mapped, bytes);
+  const auto resident = std::count_if(pages.begin(), pages.end(), [](unsigned char flags) { return flags & 1; });
+  return known ? static_cast<double>(resident) / static_cast<double>(pages.size()) : 1;
+}
 
 UnitResult read_units(Pool& pool, const UnitRead& read) {
   const File file(read.path, read.direct);

@@ -28,6 +28,9 @@ struct UnitResult {
   bool direct = false;
 };
 
+// Share of a file's pages that are in the page cache; 1 if it cannot be known.
+double cached_fraction(const std::string& path);
+
 UnitResult read_units(Pool& pool, const UnitRead& read);
 
 }  // namespace coterie
