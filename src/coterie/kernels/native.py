@@ -9,7 +9,6 @@ whatever the batch and the number of threads; it may differ between ISA levels. 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +47,7 @@ class NativeKernels:
     def __init__(self, threads: int = 1, isa: str | None = None) -> None:
         """`isa` None: the best level. Raises ValueError for one that this build or processor lacks (see `select`)."""
         self._device = _native.Device(threads, isa or _native.isa_levels()[-1])
+        self._route_shapes: dict[MoESpec, _native.RouteShape] = {}
 
     @property
     def threads(self) -> int:
@@ -265,7 +265,8 @@ class NativeKernels:
         x = _floats(x)
         ids = np.empty((len(x), spec.top_k), np.int32)
         weights = np.empty((len(x), spec.top_k), np.float32)
-        self._device.route(x, gate, bias, _route_shape(spec), ids, weights)
+        shape = self._route_shapes.get(spec) or self._route_shapes.setdefault(spec, _route_shape(spec))
+        self._device.route(x, gate, bias, shape, ids, weights)
         return Routed(ids, weights)
 
     def sort_by_expert(self, expert_ids: Integers, num_experts: int) -> SortedRows:
@@ -339,7 +340,6 @@ def _matrix(spec: MatrixSpec) -> _native.Matrix:
     return _native.Matrix(spec.rows, spec.cols, spec.segments, native)
 
 
-@lru_cache(maxsize=64)
 def _route_shape(spec: MoESpec) -> _native.RouteShape:
     return _native.RouteShape(
         top_k=spec.top_k,
@@ -354,7 +354,6 @@ def _route_shape(spec: MoESpec) -> _native.RouteShape:
     )
 
 
-@lru_cache(maxsize=64)
 def _shape(spec: AttentionSpec) -> _native.AttentionShape:
     latent = spec.kind == "mla"
     return _native.AttentionShape(
