@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+NOT_LOADED = "cannot be loaded"
+"""How errors of starting an engine begin."""
+
 
 class PeerError(Exception):
     """An engine failed, died or took too long; the message says which."""
@@ -100,7 +103,7 @@ class Fleet:
         while self.running and sum(other.memory for other in self.running.values()) + need > self.memory:
             self._end(min(self.running, key=lambda other: self.running[other].asked))
         if need > self.memory:
-            raise PeerError(f"needs {need / 1e9:.1f} GB of memory, {self.memory / 1e9:.1f} GB can be had")
+            raise PeerError(f"{NOT_LOADED}: needs {need / 1e9:.1f} GB of memory, {self.memory / 1e9:.1f} GB can be had")
         self.rest()
         with peer.log.open("ab") as log:
             process = subprocess.Popen(peer.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
@@ -108,9 +111,9 @@ class Fleet:
         self.running[name] = Running(process, need, time.monotonic(), {})
         try:
             answer = exchange(process, peer.load, timeout)
-        except PeerError:
+        except PeerError as error:
             self._end(name)
-            raise
+            raise PeerError(f"{NOT_LOADED}: {error}") from error
         self._loads[name] = self.running[name].loaded = answer
         self.running[name].memory = int(answer["rss"])
 

@@ -23,15 +23,18 @@ from typing import Any
 import psutil
 from make_checkpoint import SHAPES, Cut, make_checkpoint
 from make_gguf import make_gguf
-from peer_process import Fleet, Peer, PeerError
+from peer_process import NOT_LOADED, Fleet, Peer, PeerError
 from peer_report import write_report
 from rich.console import Console
 
+from coterie.cli.main import VERBS
 from coterie.engine.config import EngineConfig
 from coterie.engine.limits import measure_limits
 from coterie.kernels.machine import machine
 
 UNITS = ("read", "f32", "int8", "amx_int8", "amx_bf16")
+PACKED = ("experts", "attention", "head", "group")
+"""Settings of EngineConfig that a packed model holds itself."""
 MEMORY_RESERVE = 3_000_000_000
 """Bytes that the fleet leaves free."""
 
@@ -116,7 +119,8 @@ class Results:
         if path.is_file():
             found = json.loads(path.read_text())
             if found["settings"] == settings:
-                self.data = found
+                shots = {key: shot for key, shot in found["shots"].items() if "error" not in shot}
+                self.data = {**found, "shots": shots}
 
     def get(self, part: str, key: str) -> Any:
         return self.data[part].get(key)
@@ -136,12 +140,12 @@ class Contest:
         self.cases = cases(quick=arguments.quick)
         self.entrants: list[Entrant] = []
 
-    def enter(self, entrant: Entrant, python: str, model: Path) -> None:
+    def enter(self, entrant: Entrant, model: Path, python: str) -> None:
         """Register an engine with its files and how much memory it will take."""
         load = {"op": "load", "model": str(model), "config": entrant.config,
                 "longest": max(case.context + case.length for case in self.cases),
                 "streams": max(case.batch for case in self.cases)}  # fmt: skip
-        size = sum(file.stat().st_size for file in ([model] if model.is_file() else model.glob("*.safetensors")))
+        size = sum(file.stat().st_size for file in ([model] if model.is_file() else model.iterdir()))
         command = [python, str(Path(__file__).with_name("peer_workers.py")), entrant.engine]
         log = self.results.path.parent / f"{entrant.name}.log"
         self.fleet.add(Peer(entrant.name, command, load, int(entrant.room * size) + 500_000_000, log))
@@ -186,9 +190,13 @@ class Contest:
         self.console.print(f"round {number}, {case.name}, {entrant.name}: {said}", highlight=False, soft_wrap=True)
 
     def _given_up(self, case: Case, entrant: Entrant) -> bool:
-        """Whether this cell failed before: it is not tried again in this run."""
-        shots = self.results.data["shots"].items()
-        return any(key.endswith(f"/{case.name}/{entrant.name}") and "error" in shot for key, shot in shots)
+        """Whether this cell, or loading the engine, failed before: it is not tried again in this run."""
+        for key, shot in self.results.data["shots"].items():
+            if key.endswith(f"/{case.name}/{entrant.name}") and "error" in shot:
+                return True
+            if key.endswith(f"/{entrant.name}") and shot.get("error", "").startswith(NOT_LOADED):
+                return True
+        return False
 
 
 def why_absent(entrant: Entrant, python: str) -> str | None:
@@ -241,13 +249,28 @@ def chosen(arguments: argparse.Namespace) -> list[Entrant]:
     return [entrant for entrant in found if entrant.name in names]
 
 
-def model_of(entrant: Entrant, folder: Path, threads: int) -> Path:
-    """The files that an entrant reads, made if they are not there."""
-    if entrant.files == "checkpoint":
-        return folder
-    if entrant.engine == "coterie":
-        return Path(entrant.files)
-    return make_gguf(folder, folder.with_name(f"{folder.name}-{entrant.files}.gguf"), entrant.files, threads)
+def with_files(entrant: Entrant, folder: Path, threads: int) -> tuple[Entrant, Path]:
+    """The files that an entrant reads, made if they are not there, and what is left of its settings.
+
+    Ours with quantised experts is packed once (`coterie quantize`), as a user would do it; a build without that
+    quantises while it loads.
+    """
+    if entrant.engine != "coterie" and entrant.files != "checkpoint":
+        out = folder.with_name(f"{folder.name}-{entrant.files}.gguf")
+        return entrant, make_gguf(folder, out, entrant.files, threads)
+    if entrant.files != "checkpoint":
+        return entrant, Path(entrant.files)
+    if "experts" not in entrant.config or "quantize" not in VERBS:
+        return entrant, folder
+    out, done = (folder.with_name(f"{folder.name}-{entrant.name}{end}") for end in ("", ".packed"))
+    wanted = {name: value for name, value in entrant.config.items() if name in PACKED}
+    if not done.is_file() or json.loads(done.read_text()) != wanted:
+        command = [sys.executable, "-m", "coterie", "quantize", str(folder), str(out), "--overwrite"]
+        flags = [text for name, value in wanted.items() for text in (f"--{name}", str(value))]
+        subprocess.run([*command, *flags], check=True, stdout=sys.stderr)
+        done.write_text(json.dumps(wanted))
+    rest = {name: value for name, value in entrant.config.items() if name not in PACKED}
+    return replace(entrant, config=rest, room=1.2), out
 
 
 def main() -> None:
@@ -274,7 +297,7 @@ def main() -> None:
             console.print(f"{entrant.name} does not run: {reason}", highlight=False, soft_wrap=True)
             continue
         results.data["absent"].pop(entrant.name, None)
-        contest.enter(replace(entrant), python, model_of(entrant, folder, arguments.threads))
+        contest.enter(*with_files(entrant, folder, arguments.threads), python)
     try:
         contest.run(arguments.rounds)
     finally:

@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import FOLDER
 from make_checkpoint import Cut, make_checkpoint
 from peer_process import Fleet, Peer, PeerError
 from peer_report import Report
 from peers import Case, Entrant, Results
 
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 WORKER = """
 import json, os, sys, time
 for line in sys.stdin:
