@@ -19,6 +19,7 @@ from coterie.cli.main import debug_option
 from coterie.engine.build import open_model
 from coterie.engine.config import EngineConfig
 from coterie.engine.llm import LLM
+from coterie.engine.memory import available_memory
 from coterie.engine.quality import Scores, agreement, score
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.select import select
@@ -74,6 +75,7 @@ def quantize(paths: tuple[Path, ...], **values: Any) -> None:
         dtype=values["dtype"],
         max_file_bytes=values["max_file_bytes"],
         overwrite=values["overwrite"],
+        available_memory=available_memory(),
     )
     with LoadProgress(error_console(), "quantising") as progress:
         report = pack(source, open_model(source).spec, kernels, out, options, progress)

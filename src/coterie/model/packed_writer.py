@@ -50,11 +50,15 @@ Losses = dict[tuple[str, int], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOptions:
-    """`quant` and `dtype` as in loading; a weight file ends before it would exceed `max_file_bytes`."""
+    """`quant` and `dtype` as in loading; a weight file ends before it would exceed `max_file_bytes`.
+
+    The banks of one job must fit into `available_memory`.
+    """
 
     quant: QuantPlan
     dtype: DtypeChoice = "auto"
     max_file_bytes: int = 4 << 30
+    available_memory: int = 1 << 62
     overwrite: bool = False
 
 
@@ -78,7 +82,8 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        return sum(item.tensor.nbytes for item in self.tensors)
+        sides = {side.name: side.nbytes for item in self.tensors for side in item.sides}
+        return sum(item.tensor.nbytes for item in self.tensors) + sum(sides.values())
 
 
 def pack(
@@ -100,7 +105,9 @@ def pack(
     checkpoint = open_checkpoint(source)
     plan = make_plan(checkpoint, spec, options.dtype, mtp=True, quant=options.quant)
     jobs = _jobs(plan)
-    writer = _Writer(out, options, _fingerprint(plan, options), [_Sizes.of(plan, job) for job in jobs])
+    sizes = [_Sizes.of(plan, job) for job in jobs]
+    _check_memory(sizes, options.available_memory)
+    writer = _Writer(out, options, _fingerprint(plan, options), sizes)
     reused = writer.resume()
     total, done = sum(job.nbytes for job in jobs), sum(job.nbytes for job in jobs[:reused])
     vectors: dict[str, Any] = {}
@@ -136,6 +143,15 @@ def pack(
     write_side_files(source, out)
     writer.finish(manifest)
     return PackReport(manifest, time.perf_counter() - began, len(jobs), reused, total)
+
+
+def _check_memory(sizes: list[_Sizes], available: int) -> None:
+    largest = max(sum(size.groups) for size in sizes)
+    if largest > available:
+        raise CoterieError(
+            f"the largest layer needs {largest / 1e9:.2f} GB at once, {available / 1e9:.2f} GB of memory "
+            "can be had; a narrower format of the experts needs less"
+        )
 
 
 def _jobs(plan: LoadPlan) -> list[_Job]:
@@ -253,7 +269,9 @@ class _Writer:
         if needed > free:
             raise CoterieError(f"{self.out} needs {needed / 1e9:.2f} GB more, the disk has {free / 1e9:.2f} GB free")
         lines = [self.fingerprint.encode(), *(msgspec.json.encode(job) for job in kept)]
-        journal.write_bytes(b"".join(line + b"\n" for line in lines))
+        partial = self.out / f"{JOURNAL_NAME}.partial"
+        partial.write_bytes(b"".join(line + b"\n" for line in lines))
+        os.replace(partial, journal)
         return len(kept)
 
     def _weight_files(self) -> list[Path]:
