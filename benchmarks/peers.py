@@ -33,6 +33,8 @@ from coterie.engine.limits import measure_limits
 from coterie.kernels.machine import machine
 
 UNITS = ("read", "f32", "int8", "amx_int8", "amx_bf16")
+PREFILL_SEED = 1000
+"""Rounds of prefill count from here: no prompt of theirs is one that decode left in a prefix cache."""
 PACKED = ("experts", "attention", "head", "group")
 """Settings of EngineConfig that a packed model holds itself."""
 MEMORY_RESERVE = 3_000_000_000
@@ -71,9 +73,9 @@ class Case:
     steps: int = 0
 
     def request(self, seed: int) -> dict[str, Any]:
-        """Decode keeps its prompts over the rounds, so that engines may keep them in their caches."""
+        """Decode keeps its prompts over the rounds, so that engines may keep them in their caches; prefill never does."""
         if self.op == "prefill":
-            return {"op": "prefill", "length": self.length, "seed": seed}
+            return {"op": "prefill", "length": self.length, "seed": PREFILL_SEED + seed}
         return {"op": "decode", "context": self.context, "batch": self.batch, "steps": self.steps, "seed": 0}
 
 

@@ -106,6 +106,14 @@ def test_tables_hold_medians_ratios_within_rounds_and_reasons(tmp_path: Path) ->
     assert "| decode | 2.00 |" in text
 
 
+def test_prefill_never_sees_a_prompt_again() -> None:
+    decode, prefill = Case("d", "decode", context=64, steps=1), Case("p", "prefill", length=64)
+    seeds = [prefill.request(number)["seed"] for number in range(5)]
+    assert len(set(seeds)) == 5
+    assert {decode.request(number)["seed"] for number in range(5)} == {0}
+    assert 0 not in seeds
+
+
 def test_results_survive_and_belong_to_their_settings(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     Results(path, {"model": "a"}).put("shots", "0/x/y", {"seconds": 1})
