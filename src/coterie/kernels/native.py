@@ -35,6 +35,7 @@ from coterie.spec.rope import cos_sin
 from coterie.spec.weights import MatrixSpec
 
 Floats = NDArray[np.float32]
+_F32 = np.dtype(np.float32)
 Integers = NDArray[Any]
 IsaLevel = Literal["generic", "avx2", "avx512", "amx"]
 
@@ -47,7 +48,8 @@ class NativeKernels:
     def __init__(self, threads: int = 1, isa: str | None = None) -> None:
         """`isa` None: the best level. Raises ValueError for one that this build or processor lacks (see `select`)."""
         self._device = _native.Device(threads, isa or _native.isa_levels()[-1])
-        self._route_shapes: dict[MoESpec, _native.RouteShape] = {}
+        # By identity: hashing a spec takes long. The spec is kept, so that its id stays its own.
+        self._route_shapes: dict[int, tuple[MoESpec, _native.RouteShape]] = {}
 
     @property
     def threads(self) -> int:
@@ -265,8 +267,8 @@ class NativeKernels:
         x = _floats(x)
         ids = np.empty((len(x), spec.top_k), np.int32)
         weights = np.empty((len(x), spec.top_k), np.float32)
-        shape = self._route_shapes.get(spec) or self._route_shapes.setdefault(spec, _route_shape(spec))
-        self._device.route(x, gate, bias, shape, ids, weights)
+        kept = self._route_shapes.get(id(spec)) or self._route_shapes.setdefault(id(spec), (spec, _route_shape(spec)))
+        self._device.route(x, gate, bias, kept[1], ids, weights)
         return Routed(ids, weights)
 
     def sort_by_expert(self, expert_ids: Integers, num_experts: int) -> SortedRows:
@@ -325,9 +327,9 @@ class NativeKernels:
 
 def _floats(array: NDArray[Any]) -> Floats:
     """C-contiguous float32, copied only if it is not contiguous. Another type is a mistake, never narrowed here."""
-    if array.dtype != np.float32:
+    if array.dtype is not _F32 and array.dtype != _F32:
         raise TypeError(f"native kernels take float32 arrays, not {array.dtype}")
-    return np.ascontiguousarray(array)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 def _integers(array: Integers, dtype: type[np.integer[Any]]) -> Integers:
