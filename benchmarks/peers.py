@@ -73,7 +73,7 @@ class Case:
     steps: int = 0
 
     def request(self, seed: int) -> dict[str, Any]:
-        """Decode keeps its prompts over the rounds, so that engines may keep them in their caches; prefill never does."""
+        """Decode keeps its prompts over the rounds, so that engines may cache them; prefill never sees one again."""
         if self.op == "prefill":
             return {"op": "prefill", "length": self.length, "seed": PREFILL_SEED + seed}
         return {"op": "decode", "context": self.context, "batch": self.batch, "steps": self.steps, "seed": 0}
