@@ -9,6 +9,7 @@ two threads gets THREADS. Exit code as pytest's; a sanitizer's report ends the p
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections import defaultdict
@@ -34,6 +35,20 @@ class Subset:
         items[:] = [item for item in items if id(item) in kept]
 
 
+def check_fence(kernels: Any) -> None:
+    """The byte after a bank is forbidden: AddressSanitizer is there, and the build tells it of its memory."""
+    from coterie.spec.weights import F32, MatrixSpec
+
+    poisoned = getattr(ctypes.CDLL(None), "__asan_region_is_poisoned", None)
+    if poisoned is None:
+        return
+    (bank,) = kernels.allocate(1, MatrixSpec(32, 64, F32))
+    units = kernels.units(bank)
+    poisoned.argtypes, poisoned.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p
+    assert poisoned(units.ctypes.data, units.nbytes) is None
+    assert poisoned(units.ctypes.data + units.nbytes, 1) is not None
+
+
 def main(tree: Path, threads: int, picks: int, arguments: list[str]) -> int:
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
     sys.path.insert(0, str(tree))
@@ -48,6 +63,7 @@ def main(tree: Path, threads: int, picks: int, arguments: list[str]) -> int:
         plain(self, threads if count == 2 else count, isa)
 
     native.NativeKernels.__init__ = init  # type: ignore[method-assign]
+    check_fence(native.NativeKernels())
     return int(pytest.main([*arguments, "-q", "-x", "-p", "no:cacheprovider"], plugins=[Subset(threads, picks)]))
 
 
