@@ -4,6 +4,8 @@
 // Each output is one chain over k ascending (per scale group, groups then added in order), whatever the number of rows
 // that share the panel: row blocks only decide how many chains run side by side.
 
+constexpr std::int64_t kFloatAhead = 4096;  // bytes that weights are fetched before they are needed
+
 // The `kColumns` columns that one 128-byte step of a panel holds, for kLanes outputs.
 template <Kind K>
 constexpr int kColumns = K == Kind::f32 ? 1 : K == Kind::bf16 ? 2 : 4;
@@ -65,6 +67,10 @@ COTERIE_INLINE void gemm_block(const GemmTask& task, const float* x, float* out,
     const std::int64_t end = group + 1 == m.groups ? m.cols : (group + 1) * m.group;
     Vec acc[R][kVectors] = {};
     for (; k < end; k += kStep, w += kPanel * 4) {
+      // One or two rows run at the pace of memory, where the processor's own fetching is better left alone.
+      if constexpr (R > 2) {
+        for (int v = 0; v < kVectors * kLanes * 4; v += 64) __builtin_prefetch(w + kFloatAhead + v, 0, 2);
+      }
       Vec column[kVectors][kStep];
       for (int v = 0; v < kVectors; ++v) columns_of<K>(load_step(w + v * kLanes * 4), column[v]);
       for (int j = 0; j < kStep && (kStep == 1 || k + j < end); ++j) {

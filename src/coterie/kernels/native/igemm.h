@@ -102,15 +102,16 @@ struct IntPanel {
   std::int64_t group_begin, group_end;
 };
 
-// Fetches a quad that is needed later. Bytes go to the second level only: their two lines a quad would take all the
-// first level's outstanding misses.
-template <Store S>
+// Fetches a quad that R rows need later, as measured to be best: nibbles to the first level; bytes to the second only,
+// as two lines a quad would take all the outstanding misses of the first, and a block ahead where more rows take longer.
+template <Store S, int R>
 COTERIE_INLINE void fetch_codes(const unsigned char* quad) {
-  if constexpr (S == Store::bytes) {
-    __builtin_prefetch(quad, 0, 2);
-    __builtin_prefetch(quad + 64, 0, 2);
+  if constexpr (S != Store::bytes) {
+    __builtin_prefetch(quad + kAhead);
   } else {
-    __builtin_prefetch(quad);
+    constexpr std::int64_t kBytesAhead = R <= 2 ? kAhead : kBlock * kPanel;
+    __builtin_prefetch(quad + kBytesAhead, 0, 2);
+    __builtin_prefetch(quad + kBytesAhead + 64, 0, 2);
   }
 }
 
@@ -143,7 +144,7 @@ COTERIE_INLINE void int_sums(const std::int8_t* const* x, const unsigned char* w
     for (int c = 0; c < C; ++c, w += kQuadBytes<S>) {
       Codes codes[V];
       for (int v = 0; v < V; ++v) codes[v] = as_codes(load_codes<S>(w, lane + v * kLanes, table));
-      fetch_codes<S>(w + kAhead);
+      fetch_codes<S, R>(w);
       for (int r = 0; r < R; ++r) {
         std::int32_t four;
         std::memcpy(&four, x[r] + (i + c) * 4, 4);

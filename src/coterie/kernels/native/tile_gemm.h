@@ -263,7 +263,6 @@ static __attribute__((noinline)) void chain_block(const GemmTask& task, std::int
     for (int k = 0; k < 16; ++k, w += 128) {
       Vec columns[V][2];
       for (int v = 0; v < V; ++v) columns_of<Kind::bf16>(load_step(w + v * kLanes * 4), columns[v]);
-      fetch_codes<Store::bytes>(w + kAhead);
       for (int r = 0; r < R; ++r) {
         std::uint32_t pair;
         std::memcpy(&pair, q.codes + r * q.stride + block + k * 4, 4);
