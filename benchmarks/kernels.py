@@ -57,10 +57,11 @@ class Layer:
         up, down = MatrixSpec(2 * inner, hidden, format, 2), MatrixSpec(hidden, inner, format)
         self.banks = self.kernels.allocate(self.experts, up, down)
         values = np.random.default_rng(0).standard_normal((2 * inner, hidden)).astype(np.float32)
+        narrow = np.resize(values, (hidden, inner))
         started = time.perf_counter()
         for expert in range(self.experts):
             self.kernels.fill(self.banks[0], expert, 0, values)
-            self.kernels.fill(self.banks[1], expert, 0, np.resize(values, (hidden, inner)))
+            self.kernels.fill(self.banks[1], expert, 0, narrow)
         self.fill_rate = self.products / (time.perf_counter() - started)
 
     @property
