@@ -262,7 +262,7 @@ def with_files(entrant: Entrant, folder: Path, threads: int) -> tuple[Entrant, P
         return entrant, make_gguf(folder, out, entrant.files, threads)
     if entrant.files != "checkpoint":
         return entrant, Path(entrant.files)
-    if "experts" not in entrant.config or "quantize" not in VERBS:
+    if entrant.engine != "coterie" or "experts" not in entrant.config or "quantize" not in VERBS:
         return entrant, folder
     out, done = (folder.with_name(f"{folder.name}-{entrant.name}{end}") for end in ("", ".packed"))
     wanted = {name: value for name, value in entrant.config.items() if name in PACKED}
