@@ -110,7 +110,7 @@ def unit_bytes(matrices: tuple[MatrixSpec, ...]) -> int:
 
 
 ExpertsChoice = Literal["auto", "bf16", "fp8", "int8", "int4", "mxfp4"]
-DenseChoice = Literal["auto", "bf16", "int8"]
+DenseChoice = Literal["auto", "bf16", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
