@@ -35,14 +35,20 @@ def weight_choices(loaded: LoadedWeights, config: EngineConfig, kernels: Kernels
 
 
 def activation_choices(weights: Mapping[str, Any], kernels: Kernels) -> tuple[Choice, ...]:
-    """How native holds the rows of products: int8 before integer kinds of weights, else float32."""
+    """How native holds the rows of products: int8 before integer kinds of weights, bfloat16 before bf16 weights where
+    tiles multiply them, else float32."""
     if kernels.name != "native":
         return ()  # said where the backend was chosen
     integer = {"int8", "code4", "affine4", "affine8"}
-    if not any(getattr(bank, "kind", "") in integer for bank in weights.values()):
+    kinds = {getattr(bank, "kind", "") for bank in weights.values()}
+    rounded = getattr(kernels, "isa", "").startswith("amx") and "bf16" in kinds
+    if not kinds & integer and rounded:
+        return (Choice("activations", "bfloat16", "before bf16 weights, for AMX tiles; --isa avx512 keeps float32"),)
+    if not kinds & integer:
         return (Choice("activations", "float32", "exact products; no weights of an integer kind"),)
     error = activation_error(kernels)
-    reason = f"for integer kinds of weights; relative error {error:.2g}, normal rows, groups of 128; float32 elsewhere"
+    elsewhere = "bfloat16 before bf16 weights" if rounded else "float32 elsewhere"
+    reason = f"for integer kinds of weights; relative error {error:.2g}, normal rows, groups of 128; {elsewhere}"
     return (Choice("activations", "int8 per token and group of weights", reason),)
 
 
