@@ -309,7 +309,8 @@ def test_dequantisation_of_odd_shapes(shape: tuple[int, int], chunk: int) -> Non
 
 
 def test_every_stored_value_of_every_dtype() -> None:
-    from coterie.model.dequant import E4M3_VALUES, fits_bfloat16, to_bfloat16, to_float32
+    from coterie.kernels.quantize import E4M3_VALUES
+    from coterie.model.dequant import fits_bfloat16, to_bfloat16, to_float32
 
     codes = torch.arange(256, dtype=torch.uint8)
     np.testing.assert_array_equal(E4M3_VALUES, codes.view(torch.float8_e4m3fn).float().numpy())

@@ -18,8 +18,8 @@ Codes = NDArray[np.uint8]
 _STEPS = 7
 
 
-def e4m3_table() -> Floats:
-    """The 256 values of float8 e4m3fn."""
+def _e4m3_values() -> Floats:
+    """The 256 values of float8 e4m3fn: bias 7, no infinities, 0x7f and 0xff are NaN."""
     codes = np.arange(256)
     exponent, fraction = (codes >> 3) & 15, codes & 7
     magnitude = np.where(exponent > 0, np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6))
@@ -27,12 +27,16 @@ def e4m3_table() -> Floats:
     return np.where(codes & 128, -magnitude, magnitude).astype(np.float32)
 
 
+E4M3_VALUES = _e4m3_values()
+E4M3_VALUES.setflags(write=False)
+
+
 def dequantize(format: WeightFormat, codes: Codes, scales: Floats, mins: Floats | None = None) -> Floats:
     """float32 values of codes: the definition of each scaled format."""
     group = format.group or codes.shape[1]
     spread = np.repeat(scales, group, 1)[:, : codes.shape[1]]
     if format.kind == "fp8":
-        return spread * e4m3_table()[codes]
+        return spread * E4M3_VALUES[codes]
     if format.kind == "int8":
         return spread * (codes.astype(np.float32) - 128)
     if format.kind == "code4":
@@ -97,7 +101,7 @@ def _nearest(table: Floats, x: Floats) -> NDArray[np.integer]:
 
 
 def _nearest_e4m3(x: Floats) -> NDArray[np.integer]:
-    positive = e4m3_table()[:127]
+    positive = E4M3_VALUES[:127]
     magnitude = np.minimum(np.abs(x), 448)
     above = np.clip(np.searchsorted(positive, magnitude), 1, 126)
     below_gap, above_gap = magnitude - positive[above - 1], positive[above] - magnitude

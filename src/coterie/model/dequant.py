@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.kernels.quantize import E4M3_VALUES
 from coterie.model.formats.codes import CodeRows
 from coterie.spec.model import Fp8BlockQuant
 from coterie.spec.weights import GROUPS, WeightFormat
@@ -19,19 +20,6 @@ PLAIN_DTYPES = ("F32", "BF16", "F16")
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 FloatArray = NDArray[np.float32]
-
-
-def _e4m3_values() -> FloatArray:
-    """The 256 values of float8 e4m3fn: bias 7, no infinities, 0x7f and 0xff are NaN."""
-    codes = np.arange(256)
-    exponent, fraction = (codes >> 3) & 15, codes & 7
-    magnitude = np.where(exponent > 0, np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6))
-    magnitude[(codes & 127) == 127] = np.nan
-    return np.where(codes & 128, -magnitude, magnitude).astype(np.float32)
-
-
-E4M3_VALUES = _e4m3_values()
-E4M3_VALUES.setflags(write=False)
 
 
 def to_float32(raw: NDArray[np.uint8], dtype: str) -> FloatArray:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.model.dequant import E4M3_VALUES, to_float32
+from coterie.kernels.quantize import E4M3_VALUES
+from coterie.model.dequant import to_float32
 from coterie.model.formats.codes import CodeArray, CodeRows, FloatArray
 from coterie.spec.stored import StoredScheme
 from coterie.spec.weights import GROUPS, INT4_TABLE, MXFP4_TABLE, ScaleType, WeightFormat
