@@ -10,7 +10,6 @@ the shared expert and norms are left out everywhere.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from peer_workers import rss
+from worker_loop import answer_requests
 
 ERROR_TOKENS = 8
 STD = 0.02
@@ -237,18 +237,5 @@ class Worker:
         return {"seconds": seconds[1:], "rss": rss()}
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worker = Worker(sys.argv[1])
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer = getattr(worker, request["op"])(request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(lambda: Worker(sys.argv[1]))

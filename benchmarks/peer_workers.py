@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from worker_loop import answer_requests
 
 WARM_STEPS = 2
 SLACK = 96
@@ -342,18 +343,5 @@ class Worker:
         return random.integers(5, self.engine.vocab, (count, length)).tolist()
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worker = Worker(sys.argv[1])
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer = getattr(worker, request["op"])(request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(lambda: Worker(sys.argv[1]))
