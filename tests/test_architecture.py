@@ -18,7 +18,8 @@ ORDER = ["spec", "observe", "kernels", "comm", "cache", "moe", "model", "engine"
 ALLOWED = {name: set(ORDER[: index + 1]) for index, name in enumerate(ORDER)}
 ALLOWED["train"] = {"train", *ORDER[: ORDER.index("model") + 1]}
 ALLOWED["planner"] = {"planner", "spec", "observe"}
-CLI_EXTRA = {"train", "planner"}
+ALLOWED["loadgen"] = {"loadgen", "spec"}
+CLI_EXTRA = {"train", "planner", "loadgen"}
 
 FORWARD = {"attention.py", "transformer.py", "mtp.py", "overlap.py"}
 HOST_VARIABLES = {"received"}

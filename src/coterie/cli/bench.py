@@ -1,7 +1,8 @@
-"""`coterie bench`: limits of the machine, latency of one case, throughput over several batch sizes.
+"""`coterie bench`: limits of the machine, latency of one case, throughput over several batch sizes, load on a server.
 
 Tables for people, `--json` for programs; what each number means is in docs/benchmarks.md. Flags and words only:
-measuring is `engine/bench.py`, counting `engine/traffic.py`, the machine `engine/limits.py`.
+measuring is `engine/bench.py`, counting `engine/traffic.py`, the machine `engine/limits.py`. `serve` is
+in `cli/bench_serve.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
+from coterie.cli.bench_serve import serve
 from coterie.cli.common import (
     AT_LEAST_ONE,
     LoadProgress,
@@ -24,6 +24,7 @@ from coterie.cli.common import (
     engine_options,
     error_console,
     model_folder,
+    plain_table,
     size,
 )
 from coterie.cli.main import debug_option
@@ -71,13 +72,17 @@ def case_options(function: Any) -> Any:
 
 @click.group()
 def bench() -> None:
-    """Measure this machine and the engine's speed on it.
+    """Measure this machine, the engine on it, or a running server.
 
     \b
     coterie bench limits
     coterie bench latency ./model --prompt-len 512 --context 128
     coterie bench throughput ./DeepSeek-V2-Lite --load-format dummy --layers 8 --batches 1,16
+    coterie bench serve http://127.0.0.1:8000 --request-rate 4
     """
+
+
+bench.add_command(serve)
 
 
 @bench.command()
@@ -294,14 +299,6 @@ def show(engine: BenchEngine, results: Sequence[CaseResult], report: Mapping[str
         f"weights {size(report['weight_bytes'])} ({kinds}), cache {size(report['cache_bytes'])}, "
         f"peak memory {size(report['peak_rss_bytes'])}"
     )
-
-
-def plain_table(*headers: str) -> Table:
-    """A table that fits a terminal of 80 columns; numbers to the right."""
-    table = Table(box=SIMPLE, collapse_padding=True, pad_edge=False)
-    for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if index else "left", no_wrap=True)
-    return table
 
 
 def percent(fraction: float) -> str:

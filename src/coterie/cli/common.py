@@ -19,8 +19,10 @@ from types import TracebackType
 from typing import Any, get_args, get_type_hints
 
 import click
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
 
 from coterie import __version__
 from coterie.cli.main import debug_option
@@ -259,6 +261,14 @@ class Timing:
 def error_console() -> Console:
     """The console for progress and asides: stderr, so that stdout holds results only."""
     return Console(stderr=True, highlight=False)
+
+
+def plain_table(*headers: str) -> Table:
+    """A table that fits a terminal of 80 columns; numbers to the right."""
+    table = Table(box=SIMPLE, collapse_padding=True, pad_edge=False)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index else "left", no_wrap=True)
+    return table
 
 
 @click.command()

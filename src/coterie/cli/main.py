@@ -21,13 +21,13 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "serve": ("coterie.cli.serve:serve", "Serve a model to OpenAI clients."),
     "chat": ("coterie.cli.chat:chat", "Talk with a model in the terminal."),
     "generate": ("coterie.cli.generate:generate", "Complete one prompt and show ids, text and timings."),
-    "bench": ("coterie.cli.bench:bench", "Measure this machine and the engine's speed on it."),
+    "bench": ("coterie.cli.bench:bench", "Measure this machine, the engine on it, or a running server."),
     "quantize": ("coterie.cli.quantize:quantize", "Write a model quantised and packed, to start in seconds."),
     "train": ("coterie.cli.train:train", "Train the small demo model from a recipe."),
     "version": ("coterie.cli.common:version", "Show the versions of Coterie and of what it runs on."),
 }
 
-EXTRAS: Mapping[str, str] = {"torch": "torch", "matplotlib": "train"}
+EXTRAS: Mapping[str, str] = {"torch": "torch", "matplotlib": "plot"}
 
 
 @dataclass(slots=True)
