@@ -85,6 +85,7 @@ def test_usage_asked_for(path, body, prompt, text, n):
         "completion_tokens": n * len(text),
         "total_tokens": prompt + n * len(text),
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert post(MockEngine(say(text, cached=2)), path, body | {"n": n}).json()["usage"] == last["usage"]
 

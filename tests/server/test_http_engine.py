@@ -110,6 +110,10 @@ def test_one_bos_whichever_way(http):
     assert chat.count(BOS) == raw.count(BOS) == 1 and chat[0] == raw[0] == BOS
     used = http.post(CHAT, json={"messages": messages, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
     assert used == len(chat)
+    answer = http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2, "temperature": 0}).json()
+    same = http.post(CHAT, json={"messages": messages, "max_tokens": 2} | GREEDY).json()
+    assert answer["usage"]["input_tokens"] == used and answer["status"] == "incomplete"
+    assert answer["output"][0]["content"][0]["text"] == same["choices"][0]["message"]["content"]
 
 
 def test_scores_of_a_prompt(http):

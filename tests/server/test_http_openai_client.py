@@ -60,6 +60,21 @@ def test_chat_stream_with_and_without_usage(client, n, asked):
         assert (usage[0].prompt_tokens, usage[0].completion_tokens) == (20, 5 * n)
 
 
+def test_responses(client, engine):
+    answer = client.responses.create(model="mock-model", input="hi", instructions="be brief", max_output_tokens=5)
+    assert answer.output_text == "Hello" and answer.status == "completed" and answer._request_id == answer.id
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (36, 5)
+    history = [{"role": "user", "content": "hi"}, *answer.output, {"role": "user", "content": "again"}]
+    client.responses.create(model="mock-model", input=history)
+    assert bytes(engine.asked[-1][0][1:]) == b"[user]hi[assistant]Hello[user]again[assistant]"
+    with client.responses.stream(model="mock-model", input="hi") as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == "Hello" == stream.get_final_response().output_text
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="mock-model", input="hi", previous_response_id=answer.id)
+    assert caught.value.param == "previous_response_id"
+
+
 def test_completions(client, engine):
     answer = client.completions.create(model="mock-model", prompt=[[1, 2], [3]], echo=True, logprobs=1, max_tokens=1)
     assert [choice.text for choice in answer.choices] == ["\x01\x02H", "\x03H"]

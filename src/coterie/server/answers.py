@@ -32,6 +32,12 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    """What the completion's tokens were."""
+
+    reasoning_tokens: int = 0
+
+
 class Usage(Struct, frozen=True, kw_only=True):
     """Token counts of a request; the prompt counts once, whatever n is."""
 
@@ -39,6 +45,7 @@ class Usage(Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from fastapi import FastAPI
@@ -53,20 +53,22 @@ from coterie.server.protocol import (
     SamplingFields,
     TokenizeRequest,
 )
+from coterie.server.responses import ResponsesCall, prepare_responses
+from coterie.server.responses_protocol import ResponseBody, ResponsesRequest, StreamEvent
 from coterie.server.state import ServedModel, ServerState
 from coterie.server.streaming import EventStream
 from coterie.server.tokenize import detokenize, tokenize
 
 logger = logging.getLogger("coterie.server")
 
-Call = ChatCall | CompletionCall
+Call = ChatCall | CompletionCall | ResponsesCall
 R = TypeVar("R", bound=Struct)
 S = TypeVar("S", bound=SamplingFields)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 PATHS = frozenset({
-    "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/ping", "/ready",
-    "/version", "/metrics", "/openapi.json",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/health",
+    "/ping", "/ready", "/version", "/metrics", "/openapi.json",
 })  # fmt: skip
 """Paths that are counted by name."""
 
@@ -157,12 +159,15 @@ def _add_model_routes(app: FastAPI, state: ServerState) -> None:
 def _add_post_routes(app: FastAPI, state: ServerState) -> None:
     chat = _completion_endpoint(state, ChatRequest, prepare_chat)
     completions = _completion_endpoint(state, CompletionRequest, prepare_completions)
-    chat_extra = operation(ChatCompletion, request=ChatRequest, chunk=ChatChunk)
-    text_extra = operation(Completion, request=CompletionRequest, chunk=Completion)
+    responses = _completion_endpoint(state, ResponsesRequest, prepare_responses)
+    chat_extra = operation(ChatCompletion, request=ChatRequest, chunks=(ChatChunk,))
+    text_extra = operation(Completion, request=CompletionRequest, chunks=(Completion,))
+    responses_extra = operation(ResponseBody, request=ResponsesRequest, chunks=get_args(StreamEvent))
     tokens_extra = operation(TokenizeAnswer, request=TokenizeRequest)
     detokenize_extra = operation(DetokenizeAnswer, request=DetokenizeRequest)
     _add(app, "/v1/chat/completions", chat, chat_extra, name="chat_completions", method="POST")
     _add(app, "/v1/completions", completions, text_extra, name="completions", method="POST")
+    _add(app, "/v1/responses", responses, responses_extra, name="responses", method="POST")
     _add(app, "/tokenize", _simple_endpoint(state, TokenizeRequest, tokenize), tokens_extra, method="POST")
     _add(app, "/detokenize", _simple_endpoint(state, DetokenizeRequest, detokenize), detokenize_extra, method="POST")
 

@@ -68,8 +68,10 @@ class ChatCall:
         return chat_completion(self, events)
 
 
-async def prepare_chat(state: ServerState, model: ServedModel, request: ChatRequest) -> ChatCall:
-    """Check the request's own rules, render and encode its prompt."""
+async def prepare_chat(
+    state: ServerState, model: ServedModel, request: ChatRequest, prefix: str = "chatcmpl-"
+) -> ChatCall:
+    """Check the request's own rules, render and encode its prompt. `prefix`: how the answer's id begins."""
     refuse_unsupported(request)
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     if num_top is None and request.top_logprobs:
@@ -81,7 +83,7 @@ async def prepare_chat(state: ServerState, model: ServedModel, request: ChatRequ
     token_ids = truncated(token_ids, request.truncate_prompt_tokens, model.engine.max_model_len - (max_tokens or 1))
     params = sampling_params(request, Wanted(max_tokens, num_top))
     include, continuous = usage_wanted(request)
-    envelope = model.envelope("chatcmpl", include_usage=include, continuous_usage=continuous)
+    envelope = model.envelope(prefix, include_usage=include, continuous_usage=continuous)
     return ChatCall(model, request, envelope, PromptJob(envelope.id, token_ids, params), num_top)
 
 

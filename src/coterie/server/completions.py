@@ -76,7 +76,7 @@ async def prepare_completions(state: ServerState, model: ServedModel, request: C
     )
     check_fan_out(len(prompts), request, state.config.max_choices, model.max_sequences)
     include, continuous = usage_wanted(request)
-    envelope = model.envelope("cmpl", include_usage=include, continuous_usage=continuous)
+    envelope = model.envelope("cmpl-", include_usage=include, continuous_usage=continuous)
     jobs = [_job(model, request, prompt, f"{envelope.id}-{i}") for i, prompt in enumerate(prompts)]
     return CompletionCall(model, request, envelope, jobs)
 

@@ -38,11 +38,13 @@ class Fault:
     retry: bool = True
     close: bool = False
 
+    def detail(self) -> ErrorDetail:
+        """What the client is told."""
+        return ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
+
     def body(self) -> bytes:
         """The JSON of the error."""
-        return msgspec.json.encode(
-            ErrorBody(ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code))
-        )
+        return msgspec.json.encode(ErrorBody(self.detail()))
 
     def headers(self) -> dict[str, str]:
         """Headers that belong to the fault."""

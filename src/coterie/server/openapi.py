@@ -5,12 +5,14 @@ The bodies are never declared to FastAPI itself, which would read and validate t
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
 
 from coterie.server import answers, protocol
+from coterie.server.responses_protocol import ResponseBody, ResponsesRequest, StreamEvent
 
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
@@ -27,6 +29,7 @@ _ERRORS = {
 REQUESTS: tuple[type[Struct], ...] = (
     protocol.ChatRequest,
     protocol.CompletionRequest,
+    ResponsesRequest,
     protocol.TokenizeRequest,
     protocol.DetokenizeRequest,
 )
@@ -34,6 +37,8 @@ ANSWERS: tuple[type[Struct], ...] = (
     answers.ChatCompletion,
     answers.ChatChunk,
     answers.Completion,
+    ResponseBody,
+    *get_args(StreamEvent),
     answers.ModelList,
     answers.ModelCard,
     answers.TokenizeAnswer,
@@ -51,14 +56,14 @@ def schemas() -> dict[str, Any]:
 
 
 def operation(
-    answer: type[Struct] | None, *, request: type[Struct] | None = None, chunk: type[Struct] | None = None
+    answer: type[Struct] | None, *, request: type[Struct] | None = None, chunks: Sequence[type[Struct]] = ()
 ) -> dict[str, Any]:
-    """The `openapi_extra` of a route: its bodies, and errors in one shape."""
+    """The `openapi_extra` of a route: its bodies, and errors in one shape. `chunks`: the events of its stream."""
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if answer is not None:
         content = {"application/json": {"schema": _ref(answer)}}
-    if chunk is not None:
-        content["text/event-stream"] = {"schema": _ref(chunk)}
+    if chunks:
+        content["text/event-stream"] = {"schema": {"anyOf": [_ref(chunk) for chunk in chunks]}}
     error = {"application/json": {"schema": _ref(answers.ErrorBody)}}
     codes = _ERRORS if request is not None else {code: _ERRORS[code] for code in (401, 503)}
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": content}}

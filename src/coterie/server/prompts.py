@@ -128,9 +128,11 @@ def _text(content: str | Sequence[ContentPart] | None, where: str) -> str:
 def _part_text(part: ContentPart, where: str) -> str:
     if part.type not in ("text", "input_text", "output_text", "refusal"):
         raise _no_such_part(part, where)
-    if part.text is None:
-        raise bad_request(f"{where}.text: a string is required", param=f"{where}.text")
-    return part.text
+    field = "refusal" if part.type == "refusal" else "text"
+    text: str | None = getattr(part, field)
+    if text is None:
+        raise bad_request(f"{where}.{field}: a string is required", param=f"{where}.{field}")
+    return text
 
 
 def _no_such_part(part: ContentPart, where: str) -> ApiError:

@@ -25,7 +25,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "parallel_tool_calls", "verbosity", "modalities",
+    "parallel_tool_calls", "verbosity", "modalities", "max_tool_calls",
 })  # fmt: skip
 """Fields that say nothing a text server of its own needs: accepted without a word."""
 
@@ -83,6 +83,7 @@ class ContentPart(Struct, frozen=True):
 
     type: Name
     text: str | None = None
+    refusal: str | None = None
 
 
 class Message(Struct, frozen=True, kw_only=True):

@@ -60,7 +60,7 @@ class ServedModel:
 
     def envelope(self, prefix: str, *, include_usage: bool = False, continuous_usage: bool = False) -> Envelope:
         """A fresh id and the fields that go with it."""
-        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        request_id = f"{prefix}{uuid.uuid4().hex}"
         now = int(time.time())
         return Envelope(request_id, now, self.name, self.fingerprint, include_usage, continuous_usage)
 

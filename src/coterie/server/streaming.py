@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coterie.engine.output import ChoiceDelta, PromptInfo
-from coterie.server.answers import PromptTokensDetails, Usage
-from coterie.server.errors import ApiError, ClientGone
+from coterie.server.answers import CompletionTokensDetails, PromptTokensDetails, Usage
+from coterie.server.errors import ApiError, ClientGone, Fault
 from coterie.server.generation import Event, Generation
 from coterie.server.protocol import SamplingFields
 
@@ -68,6 +68,7 @@ class Tally:
             completion_tokens=self._completion,
             total_tokens=self._prompt + self._completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._cached),
+            completion_tokens_details=CompletionTokensDetails(),
         )
 
 
@@ -105,12 +106,20 @@ class StreamWriter:
             chunks = (
                 self.prompt(event.prompt, value) if isinstance(value, PromptInfo) else self.delta(event.prompt, value)
             )
-            frames.extend(map(frame, chunks))
+            frames.extend(map(self.frame, chunks))
         return b"".join(frames)
 
     def end(self) -> bytes:
         """What follows the last news."""
-        return (frame(self.last(self.tally.usage())) if self.envelope.include_usage else b"") + DONE
+        return (self.frame(self.last(self.tally.usage())) if self.envelope.include_usage else b"") + DONE
+
+    def frame(self, chunk: Struct) -> bytes:
+        """One server-sent event."""
+        return frame(chunk)
+
+    def failure(self, fault: Fault) -> bytes:
+        """What a stream that fails ends with."""
+        return b"data: %b\n\n" % fault.body()
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -148,7 +157,7 @@ class EventStream(Response):
                 events = await self._generation.next_events(self._ping_seconds)
             await send({"type": "http.response.body", "body": self._writer.end(), "more_body": False})
         except ApiError as error:
-            body = b"data: %b\n\n" % error.fault.body()
+            body = self._writer.failure(error.fault)
             await send({"type": "http.response.body", "body": body, "more_body": False})
         except ClientGone:
             pass

@@ -1,0 +1,354 @@
+"""POST /v1/responses: a chat in another envelope, without memory. The request becomes a ChatRequest and the chat path
+does the rest, so both routes see the same ids and say the same text; the answer and its stream are made of the chat's.
+
+Not here: templates, sampling, the run, or anything that a chat refuses. Errors name the fields of this API.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec import Struct
+
+from coterie.engine.output import ChoiceDelta, PromptInfo
+from coterie.server.answers import ChatChunk, ChatLogprobs, ErrorDetail, Usage
+from coterie.server.chat import ChatCall, ChatWriter, chat_completion, prepare_chat
+from coterie.server.errors import ApiError, Fault, bad_request, not_supported
+from coterie.server.generation import Event, PromptJob
+from coterie.server.protocol import ChatRequest, Message, ResponseFormat, SamplingFields
+from coterie.server.responses_protocol import (
+    ErrorEvent,
+    IncompleteDetails,
+    InputItem,
+    InputTokensDetails,
+    ItemEvent,
+    OutputLogprob,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    PartEvent,
+    ReasoningOptions,
+    ResponseBody,
+    ResponseEvent,
+    ResponsesRequest,
+    ResponseUsage,
+    TextDeltaEvent,
+    TextDoneEvent,
+    TextFormat,
+    TextOptions,
+)
+from coterie.server.state import ServedModel, ServerState
+from coterie.server.streaming import Envelope, StreamWriter, frame
+
+LOGPROBS = "message.output_text.logprobs"
+"""In `include`, it asks for log-probabilities; so does a number of `top_logprobs`."""
+
+_STORED = ("previous_response_id", "conversation", "prompt", "background")
+_CHAT_NAME = re.compile(r"^(?:messages(?:\[(\d+)\])?|response_format)")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesCall:
+    """A response that is ready to run: the chat it is made of."""
+
+    request: ResponsesRequest
+    chat: ChatCall
+
+    @property
+    def envelope(self) -> Envelope:
+        """The chat's."""
+        return self.chat.envelope
+
+    @property
+    def jobs(self) -> list[PromptJob]:
+        """The chat's."""
+        return self.chat.jobs
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The client's names of the engine's fields, where they differ."""
+        names = self.chat.names | {"prompt": "input"}
+        return names if self.request.max_output_tokens is None else names | {"max_tokens": "max_output_tokens"}
+
+    def writer(self) -> StreamWriter:
+        """For the streamed form."""
+        return ResponsesWriter(self)
+
+    def answer(self, events: list[Event]) -> Struct:
+        """The whole form."""
+        return finished_response(self, events)
+
+
+async def prepare_responses(state: ServerState, model: ServedModel, request: ResponsesRequest) -> ResponsesCall:
+    """Translate the request into a chat and prepare that. Raises ApiError naming the field of this API."""
+    for name in _STORED:
+        if getattr(request, name):
+            raise not_supported(name, "this server keeps no responses; send the whole conversation as input")
+    if request.n not in (None, 1):
+        raise not_supported("n", "a response has one choice; leave it out")
+    messages, places = to_messages(request)
+    try:
+        return ResponsesCall(request, await prepare_chat(state, model, _to_chat(request, messages), "resp_"))
+    except ApiError as error:
+        raise ApiError(_in_our_words(error.fault, places)) from error
+
+
+def _to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
+    fields: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+    if request.max_output_tokens is not None:
+        fields["max_completion_tokens"] = request.max_output_tokens
+    if request.truncation == "auto" and request.truncate_prompt_tokens is None:
+        fields["truncate_prompt_tokens"] = -1
+    wanted = request.text.format if request.text is not None else None
+    return ChatRequest(
+        **fields,
+        messages=messages,
+        logprobs=LOGPROBS in (request.include or ()) or bool(request.top_logprobs),
+        top_logprobs=request.top_logprobs,
+        tools=None if request.tools is None else [_tool(tool, i) for i, tool in enumerate(request.tools)],
+        tool_choice=_tool_choice(request.tool_choice),
+        response_format=None if wanted is None else ResponseFormat(wanted.type),
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
+def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
+    """A function as chats declare it, one level deeper; what the server would have to run itself is refused."""
+    if tool.get("type") != "function":
+        raise not_supported(f"tools[{index}]", f"tools of type {str(tool.get('type'))[:50]!r} are not run here")
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return choice
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def to_messages(request: ResponsesRequest) -> tuple[list[Message], list[str]]:
+    """The messages of a chat, and for each where the client wrote it. Function calls of one turn are one message."""
+    messages: list[Message] = []
+    places: list[str] = []
+    if request.instructions is not None:
+        messages.append(Message(role="system", content=request.instructions))
+        places.append("instructions")
+    if isinstance(request.input, str):
+        return [*messages, Message(role="user", content=request.input)], [*places, "input"]
+    calls: list[dict[str, Any]] = []
+    for i, item in enumerate(request.input):
+        where = f"input[{i}]"
+        if item.type == "reasoning":
+            continue  # templates leave earlier turns' reasoning out
+        if item.type == "function_call":
+            if not calls:
+                messages.append(Message(role="assistant", tool_calls=calls))
+                places.append(where)
+            calls.append(_call(item, where))
+            continue
+        calls = []
+        messages.append(_message(item, where))
+        places.append(where)
+    if not messages:
+        raise bad_request("input: at least one message is required", param="input")
+    return messages, places
+
+
+def _call(item: InputItem, where: str) -> dict[str, Any]:
+    for name in ("call_id", "name", "arguments"):
+        if getattr(item, name) is None:
+            raise bad_request(f"{where}.{name}: a string is required", param=f"{where}.{name}")
+    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+
+
+def _message(item: InputItem, where: str) -> Message:
+    if item.type == "function_call_output":
+        return Message(role="tool", content=item.output, tool_call_id=item.call_id)
+    if item.type not in (None, "message"):
+        raise not_supported(where, f"items of type {item.type[:50]!r} are not supported")
+    if item.role is None:
+        raise bad_request(f"{where}.role: this field is required", param=f"{where}.role")
+    return Message(role=item.role, content=item.content)
+
+
+def _in_our_words(fault: Fault, places: Sequence[str]) -> Fault:
+    """A fault of the chat with the names that the client of this API used."""
+
+    def name(found: re.Match[str]) -> str:
+        if found[0] == "response_format":
+            return "text.format"
+        return "input" if found[1] is None else places[int(found[1])]
+
+    param = None if fault.param is None else _CHAT_NAME.sub(name, fault.param)
+    return replace(fault, param=param, message=_CHAT_NAME.sub(name, fault.message))
+
+
+def finished_response(call: ResponsesCall, events: list[Event]) -> ResponseBody:
+    """The whole answer from all events of a finished run."""
+    answer = chat_completion(call.chat, events)
+    choice = answer.choices[0]
+    ended = _Ended(choice.finish_reason)
+    part = OutputText(text=choice.message.content, logprobs=_logprobs(choice.logprobs))
+    return _body(call, ended.status, [_item(call, ended.status, [part])], answer.usage)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How a chat's finish_reason is said here."""
+
+    finish_reason: str
+
+    @property
+    def status(self) -> Any:
+        return "incomplete" if self.finish_reason == "length" else "completed"
+
+
+def _body(
+    call: ResponsesCall,
+    status: Any,
+    output: list[OutputMessage],
+    usage: Usage | None = None,
+    error: ErrorDetail | None = None,
+) -> ResponseBody:
+    request, params, envelope = call.request, call.chat.job.params, call.envelope
+    text = request.text or TextOptions()
+    return ResponseBody(
+        id=envelope.id,
+        created_at=envelope.created,
+        status=status,
+        completed_at=int(time.time()) if status == "completed" else None,
+        error=error,
+        incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        metadata=request.metadata or {},
+        model=envelope.model,
+        output=output,
+        reasoning=request.reasoning or ReasoningOptions(),
+        temperature=params.temperature,
+        text=TextOptions(format=text.format or TextFormat(), verbosity=text.verbosity),
+        tool_choice=request.tool_choice or "auto",
+        tools=request.tools or [],
+        top_logprobs=request.top_logprobs or 0,
+        top_p=params.top_p,
+        truncation=request.truncation or "disabled",
+        usage=None if usage is None else _usage(usage),
+    )
+
+
+def _item(call: ResponsesCall, status: Any, content: list[OutputText]) -> OutputMessage:
+    return OutputMessage(id=f"msg_{call.envelope.id.removeprefix('resp_')}", status=status, content=content)
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+        total_tokens=usage.total_tokens,
+    )
+
+
+def _logprobs(logprobs: ChatLogprobs | None) -> list[OutputLogprob]:
+    if logprobs is None:
+        return []
+    return [OutputLogprob(entry.token, entry.logprob, entry.bytes, entry.top_logprobs) for entry in logprobs.content]
+
+
+class ResponsesWriter(StreamWriter):
+    """Turns a chat's chunks into this API's events: created, in_progress, the item and its part, deltas, and the ends.
+
+    Events carry their own names and numbers, and there is no [DONE].
+    """
+
+    def __init__(self, call: ResponsesCall) -> None:
+        super().__init__(call.envelope, len(call.chat.job.token_ids))
+        self._call = call
+        self._chat = ChatWriter(call.chat)
+        self._item_id = _item(call, "in_progress", []).id
+        self._number = 0
+        self._text: list[str] = []
+        self._logprobs: list[OutputLogprob] = []
+        self._finish_reason = ""
+
+    def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
+        """The response so far, its one item and the item's one part, all empty."""
+        begun = _body(self._call, "in_progress", [])
+        return [
+            self._numbered(ResponseEvent, type="response.created", response=begun),
+            self._numbered(ResponseEvent, type="response.in_progress", response=begun),
+            self._item("added", "in_progress", []),
+            self._part("added", OutputText(text="")),
+        ]
+
+    def delta(self, index: int, delta: ChoiceDelta) -> list[Struct]:
+        """Text, if there is any, then the ends of part and item, if this is the last."""
+        found: list[Struct] = []
+        for chunk in self._chat.delta(index, delta):
+            assert isinstance(chunk, ChatChunk)
+            for choice in chunk.choices:
+                text = choice.delta.content or ""
+                logprobs = _logprobs(choice.logprobs)
+                if text or logprobs:
+                    self._text.append(text)
+                    self._logprobs += logprobs
+                    found.append(self._inside(TextDeltaEvent, delta=text, logprobs=logprobs))
+                if choice.finish_reason is not None:
+                    self._finish_reason = choice.finish_reason
+                    found += self._ends()
+        return found
+
+    def last(self, usage: Usage) -> Struct:
+        """The whole response."""
+        status = _Ended(self._finish_reason).status
+        body = _body(self._call, status, [_item(self._call, status, [self._whole()])], usage)
+        return self._numbered(ResponseEvent, type=f"response.{status}", response=body)
+
+    def frame(self, event: Struct) -> bytes:
+        """An event with its name."""
+        return b"event: %b\n%b" % (event.type.encode(), frame(event))  # type: ignore[attr-defined]
+
+    def end(self) -> bytes:
+        """The whole response, always."""
+        return self.frame(self.last(self.tally.usage()))
+
+    def failure(self, fault: Fault) -> bytes:
+        """The response as failed, then the error, which clients raise."""
+        detail = fault.detail()
+        failed = self._numbered(
+            ResponseEvent, type="response.failed", response=_body(self._call, "failed", [], error=detail)
+        )
+        error = self._numbered(
+            ErrorEvent, message=fault.message, code=fault.code or fault.kind, param=fault.param, error=detail
+        )
+        return self.frame(failed) + self.frame(error)
+
+    def _ends(self) -> list[Struct]:
+        whole, status = self._whole(), _Ended(self._finish_reason).status
+        return [
+            self._inside(TextDoneEvent, text=whole.text, logprobs=whole.logprobs),
+            self._part("done", whole),
+            self._item("done", status, [whole]),
+        ]
+
+    def _whole(self) -> OutputText:
+        return OutputText(text="".join(self._text), logprobs=self._logprobs)
+
+    def _item(self, news: str, status: Any, content: list[OutputText]) -> Struct:
+        item = _item(self._call, status, content)
+        return self._numbered(ItemEvent, type=f"response.output_item.{news}", output_index=0, item=item)
+
+    def _part(self, news: str, part: OutputText) -> Struct:
+        return self._inside(PartEvent, type=f"response.content_part.{news}", part=part)
+
+    def _inside(self, kind: Callable[..., Struct], **values: Any) -> Struct:
+        return self._numbered(kind, item_id=self._item_id, output_index=0, content_index=0, **values)
+
+    def _numbered(self, kind: Callable[..., Struct], **values: Any) -> Struct:
+        self._number += 1
+        return kind(sequence_number=self._number - 1, **values)
