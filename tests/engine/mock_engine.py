@@ -19,6 +19,7 @@ from coterie.engine.build import EngineInfo, ModelFiles
 from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
 from coterie.engine.frontend import AsyncEngine
+from coterie.engine.grammar import Grammars
 from coterie.engine.llm import LLM
 from coterie.engine.messages import Add, SamplingParams
 from coterie.engine.runner import ModelRunner
@@ -89,9 +90,14 @@ class MockRunner:
 
 
 def make_core(
-    runner: MockRunner | None = None, *, blocks: int = 64, max_model_len: int = 128, **limits: Any
+    runner: MockRunner | None = None,
+    *,
+    blocks: int = 64,
+    max_model_len: int = 128,
+    tokenizer: Tokenizer | None = None,
+    **limits: Any,
 ) -> EngineCore:
-    """A core on a mock runner, pages of 4."""
+    """A core on a mock runner, pages of 4; with a tokenizer it can follow grammars."""
     settings = {"token_budget": 32, "max_running": 8, "max_queued": 64, "page_size": 4} | limits
     scheduler = Scheduler(SchedulerLimits(**settings), BlockPool(blocks), (EOS,))
     return EngineCore(
@@ -100,6 +106,7 @@ def make_core(
         Sampler((EOS,)),
         vocab_size=VOCAB,
         max_model_len=max_model_len,
+        grammars=None if tokenizer is None else Grammars(tokenizer, (EOS,), VOCAB),
     )
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coterie.engine.build import EngineInfo
 from coterie.engine.errors import InvalidRequest
+from coterie.engine.grammar_check import GrammarCheck
 from coterie.engine.messages import SamplingParams
 from coterie.engine.sampling_params import validate, validate_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """`max_running` and `max_queued` count sequences (choices). `has_text`: there is a tokenizer, so stops can work."""
+    """`max_running` and `max_queued` count sequences (choices). `has_text`: there is a tokenizer, so stops can work.
+    `has_end`: there is an end token as well, so grammars can."""
 
     vocab_size: int
     max_model_len: int
     max_running: int
     max_queued: int
     has_text: bool
+    has_end: bool = False
+    grammars: GrammarCheck = field(default_factory=GrammarCheck)
 
     @classmethod
     def of(cls, info: EngineInfo) -> Door:
@@ -29,6 +33,7 @@ class Door:
             max_running=info.config.max_running_requests,
             max_queued=info.config.max_queued_requests,
             has_text=info.files.tokenizer is not None,
+            has_end=info.files.tokenizer is not None and bool(info.files.eos_token_ids),
         )
 
     @property
@@ -49,4 +54,15 @@ class Door:
         validate_prompt(prompt, params, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         if params.stop and not self.has_text:
             raise InvalidRequest("stop", "stop strings need a tokenizer and this model has none; use stop_token_ids")
+        if params.grammar is not None:
+            self._check_grammar(params.grammar)
         return params
+
+    def needs_trial(self, params: SamplingParams) -> bool:
+        """Whether `check` would compile a grammar for the first time, which takes up to seconds."""
+        return isinstance(params.grammar, str) and self.has_end and not self.grammars.knows(params.grammar)
+
+    def _check_grammar(self, grammar: str) -> None:
+        if not self.has_end:
+            raise InvalidRequest("grammar", "a grammar needs a tokenizer and an end token, which this model has not")
+        self.grammars.check(grammar)

@@ -15,6 +15,7 @@ from coterie.cache.streams import PagedCache
 from coterie.comm.transport import LocalTransport
 from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
+from coterie.engine.grammar import Grammars
 from coterie.engine.memory import available_memory
 from coterie.engine.report import weight_choices
 from coterie.engine.resolve import Resolved, check_config, check_weights_fit, resolve
@@ -57,6 +58,12 @@ class ModelFiles:
         while self.tokenizer is not None and end > 1 and not self.tokenizer.has_id(end - 1):
             end -= 1
         return end
+
+    def grammars(self) -> Grammars | None:
+        """A compiler of grammars for what the model generates; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return Grammars(self.tokenizer, self.eos_token_ids, self.num_generated_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,14 @@ def build_engine(
     )
     scheduler = Scheduler(limits, BlockPool(resolved.num_blocks), files.eos_token_ids)
     sampler = Sampler(files.eos_token_ids, files.num_generated_ids)
-    core = EngineCore(scheduler, runner, sampler, vocab_size=spec.vocab_size, max_model_len=resolved.max_model_len)
+    core = EngineCore(
+        scheduler,
+        runner,
+        sampler,
+        vocab_size=spec.vocab_size,
+        max_model_len=resolved.max_model_len,
+        grammars=files.grammars(),
+    )
     report = (*chosen, *weight_choices(loaded, config, kernels), *resolved.report, *_notes(spec))
     return core, EngineInfo(files, config, resolved.max_model_len, report, tuple(loaded.report.lines()))
 

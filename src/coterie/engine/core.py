@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engine.batch import logit_owners, make_batch
+from coterie.engine.grammar import Grammars, GrammarThread
 from coterie.engine.messages import Add, Output, Stats, TokenLogprob
 from coterie.engine.prompt_rows import PromptRows
 from coterie.engine.request import Request, Schedule, ScheduledRequest
@@ -26,6 +27,8 @@ from coterie.spec.errors import CoterieError
 Owned = list[tuple[ScheduledRequest, NDArray[np.float32]]]
 """Logits rows by the entry they belong to."""
 
+GRAMMAR_PATIENCE = 0.01
+"""Seconds that a step without other work waits for a grammar."""
 _log = logging.getLogger(__name__)
 
 
@@ -37,14 +40,23 @@ class SampledToken(NamedTuple):
 
 
 class EngineCore:
-    """Owned by one thread. `max_model_len` bounds prompt plus answer; validation was done at the front end's door."""
+    """Owned by one thread. `max_model_len` bounds prompt plus answer; validation was done at the front end's door.
+    `grammars`: None for a model without a tokenizer."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, sampler: Sampler, *, vocab_size: int, max_model_len: int
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        sampler: Sampler,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._page_size = scheduler.limits.page_size
+        self._grammars = None if grammars is None else GrammarThread(grammars)
         self._timer = runner.timer
         self._prompt_rows: dict[str, PromptRows] = {}
         self._started: dict[str, float] = {}  # when a sequence that has said nothing yet was first computed
@@ -53,7 +65,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._news)
+        return self.scheduler.has_work or bool(self._news) or bool(self._grammars)
 
     def add(self, message: Add) -> None:
         """Queue a sequence. One that cannot run here ends with an error Output of the next step."""
@@ -69,10 +81,18 @@ class EngineCore:
             seed=params.seed or 0,
             want_logits=message.want_logits,
         )
+        if params.grammar is None:
+            self._queue(request)
+        elif self._grammars is not None:
+            self._grammars.add(request)
+        else:
+            self._refuse(request, "a grammar needs a tokenizer and this model has none")
+
+    def _queue(self, request: Request) -> None:
         try:
             self.scheduler.add(request)
         except CoterieError as error:
-            self._news.append(Output(message.request_id, [], finish_reason="error", error=str(error)))
+            self._refuse(request, str(error))
             return
         if request.needs_prompt_rows:
             self._prompt_rows[request.request_id] = PromptRows(request, self.vocab_size)
@@ -80,17 +100,22 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """End a sequence; its blocks are free at once. Unknown and finished ids are ignored."""
         request = self.scheduler.abort(request_id)
+        if request is None and self._grammars is not None:
+            request = self._grammars.drop(request_id)
         if request is not None:
             self._end(request, Output(request_id, [], finish_reason="abort"))
 
     def abort_all(self) -> None:
         """End every sequence."""
-        for request in self.scheduler.requests():
+        waiting = [] if self._grammars is None else self._grammars.requests
+        for request in (*self.scheduler.requests(), *waiting):
             self.abort(request.request_id)
 
     def step(self) -> list[Output]:
         """Run one step and return what is new, failures and aborts included."""
         self._timer.start()
+        if self._grammars:
+            self._take_compiled(self._grammars)
         if self.scheduler.has_work:
             schedule = self.scheduler.schedule()
             self._note_starts(schedule)
@@ -108,7 +133,7 @@ class EngineCore:
         counters, pool = self.scheduler.counters, self.scheduler.pool
         return Stats(
             num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.scheduler.num_waiting + (0 if self._grammars is None else len(self._grammars)),
             kv_usage=pool.usage,
             num_free_blocks=pool.num_free,
             num_preemptions=counters.preemptions,
@@ -128,6 +153,16 @@ class EngineCore:
         assert self._started.keys() <= known, "a start outlived its request"
 
     # The parts of a step
+
+    def _take_compiled(self, grammars: GrammarThread) -> None:
+        """Queue the requests whose grammar has become ready; whatever is wrong with one ends its request."""
+        busy = self.scheduler.has_work or bool(self._news)
+        for ready in grammars.take(patience=0.0 if busy else GRAMMAR_PATIENCE):
+            if ready.matcher is None:
+                self._refuse(ready.request, f"the grammar cannot be used: {ready.error}")
+            else:
+                self.sampler.constrain(ready.request, ready.matcher)
+                self._queue(ready.request)
 
     def _note_starts(self, schedule: Schedule) -> None:
         """Remember when sequences without output were first computed; a preemption does not start them again."""
@@ -208,6 +243,10 @@ class EngineCore:
             prefill_seconds=None if started is None else time.monotonic() - started,
         )
         self._news.append(output)
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        """End a request that the scheduler never had."""
+        self._news.append(Output(request.request_id, [], finish_reason="error", error=reason))
 
     def _fail(self, request: Request, error: Exception) -> None:
         reason = str(error) if isinstance(error, CoterieError) else f"{type(error).__name__}: {error}"

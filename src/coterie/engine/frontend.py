@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,6 +57,7 @@ class RequestStream:
         if self._closed:
             raise StopAsyncIteration
         if self.request is None:
+            await self._engine._try_grammar(self._params)
             self.request = self._engine._start(self._prompt, self._params, self._id, self._event.set)
         request = self.request
         while not request.news:
@@ -94,6 +96,7 @@ class AsyncEngine:
         self.report: tuple[Choice, ...] = info.report
         self.load_lines = info.load_lines
         self._tracker = Tracker(Door.of(info), self.tokenizer, seed=self.config.seed)
+        self._trials = ThreadPoolExecutor(1, thread_name_prefix="coterie-trial")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: EngineLink | None = None
         self._stats: Stats | None = None
@@ -160,6 +163,14 @@ class AsyncEngine:
         Its first `__anext__` starts it, or raises `InvalidRequest`, `EngineBusy` or `EngineDead`; then nothing runs.
         """
         return RequestStream(self, list(prompt_token_ids), params, request_id)
+
+    async def _try_grammar(self, params: SamplingParams) -> None:
+        """Check a grammar that is new here beside the event loop, as it takes a while; then `_start` finds it known."""
+        door = self._tracker.door
+        if door.needs_trial(params):
+            assert params.grammar is not None
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._trials, door.grammars.check, params.grammar)
 
     def _start(
         self, prompt: list[int], params: SamplingParams, request_id: str | None, wake: Callable[[], None]
@@ -251,6 +262,8 @@ class AsyncEngine:
                 self._cancel(request)
         self._send_if_alive(Drain())
         await asyncio.to_thread(self._link.join, None)
+        self._trials.shutdown(wait=False, cancel_futures=True)
+        self._tracker.door.grammars.close()
         await asyncio.sleep(0)  # the last news were queued before the end of the engine's thread
         self._dead = self._dead or "the engine was shut down"
 

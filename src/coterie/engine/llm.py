@@ -167,6 +167,7 @@ class LLM:
     def close(self) -> None:
         """Give up model and cache. Idempotent."""
         self._core = None
+        self._tracker.door.grammars.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -18,7 +18,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     temperature <= 1e-5 is greedy; top_k -1 or 0 is off; `seed` None draws one at admission. `logprobs` k returns the
     chosen token's log-probability and the k best; `prompt_logprobs` likewise for the prompt. `stop` strings live in the
-    front end. `max_tokens` None means the room left in the context.
+    front end. `max_tokens` None means the room left in the context. `grammar`: a text that the answer must follow, in
+    llguidance's Lark dialect or its JSON form (`engine.grammar_text` writes them); the end token is allowed only where
+    the grammar is fulfilled, and `max_tokens` may cut it anywhere.
     """
 
     temperature: float = 1.0
@@ -40,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -2,8 +2,8 @@
 
 A row's result depends on that row, its request and one uniform number: a function of (seed, sample index, token index),
 so a retry, a preemption or another batch continues the same stream. Order of work on a row, as users of vLLM know it:
-  logit_bias -> min_tokens masks stops -> repetition, presence, frequency penalties -> temperature -> min_p -> top_k
-  -> top_p -> draw
+  grammar mask -> logit_bias -> min_tokens masks stops -> repetition, presence, frequency penalties -> temperature
+  -> min_p -> top_k -> top_p -> draw
 Log-probabilities are those of the row as the model gave it. All ties go to the lower token id.
 """
 
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.engine.grammar import GrammarError, Matcher
 from coterie.engine.messages import SamplingParams, TokenLogprob
 from coterie.engine.request import Request
 from coterie.engine.sampling_params import GREEDY_TEMPERATURE
@@ -49,6 +50,11 @@ class Sampler:
         self._eos = tuple(eos_token_ids)
         self._limit = num_generated_ids
         self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
+        self._matchers: WeakKeyDictionary[Request, Matcher] = WeakKeyDictionary()
+
+    def constrain(self, request: Request, matcher: Matcher) -> None:
+        """Let a request with a grammar, before its first token, have only tokens that `matcher` allows."""
+        self._matchers[request] = matcher
 
     def sample(self, logits: NDArray[np.float32], requests: Sequence[Request]) -> SampledTokens:
         """Choose the next token of each request from its row of `logits` [n, vocab], which is left as it is."""
@@ -64,7 +70,7 @@ class Sampler:
                 if request.params.logprobs is not None:
                     logprobs = token_logprobs(row, token, request.params.logprobs)
             except Exception as fault:  # whatever it is, it is this request's, and the others go on
-                token, error = -1, str(fault) if isinstance(fault, BadRow) else repr(fault)
+                token, error = -1, str(fault) if isinstance(fault, BadRow | GrammarError) else repr(fault)
             result.token_ids.append(token)
             result.logprobs.append(logprobs)
             result.errors.append(error)
@@ -74,6 +80,7 @@ class Sampler:
         params = request.params
         return (
             params.temperature <= GREEDY_TEMPERATURE
+            and params.grammar is None
             and not params.logit_bias
             and request.num_output_tokens >= params.min_tokens
             and not _has_penalties(params)
@@ -83,7 +90,7 @@ class Sampler:
         params = request.params
         processed = self._process(row, request)
         if not math.isfinite(processed.max()):
-            raise BadRow("every token is masked: min_tokens and the stop tokens leave none to choose")
+            raise BadRow("every token is masked: the grammar, min_tokens and the stop tokens leave none to choose")
         if params.temperature <= GREEDY_TEMPERATURE:
             return int(processed.argmax())
         return draw(processed, params, uniform(request.seed, request.sample_index, request.num_output_tokens))
@@ -92,6 +99,10 @@ class Sampler:
         """Everything before the temperature, on a copy."""
         params, size = request.params, len(row)
         row = row.copy()
+        if params.grammar is not None:
+            matcher = self._matchers[request]
+            matcher.advance(request.token_ids, request.num_prompt_tokens)
+            row[~matcher.allowed()] = -np.inf
         if params.logit_bias:
             ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
             values = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))

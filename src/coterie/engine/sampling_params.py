@@ -61,6 +61,8 @@ def validate(
             raise _bad(params, name, "true or false")
     if params.seed is not None:
         _check_int(params, "seed", -(2**63), 2**64 - 1)
+    if params.grammar is not None:
+        _check_grammar(params)
     return msgspec.structs.replace(
         params,
         temperature=0.0 if params.temperature <= GREEDY_TEMPERATURE else float(params.temperature),
@@ -159,6 +161,15 @@ def _check_lengths(params: SamplingParams, max_model_len: int | None, *, scores_
         _check_int(params, "max_tokens", 0 if scores else 1, 2**63)
     highest = 2**63 if max_model_len is None else max_model_len
     _check_int(params, "min_tokens", 0, highest if params.max_tokens is None else min(highest, params.max_tokens))
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    """Its text is `engine.grammar_check`'s. A fulfilled grammar allows nothing but the end, which these two forbid."""
+    if not isinstance(params.grammar, str):
+        raise _bad(params, "grammar", "a text")
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(params, name):
+            raise InvalidRequest(name, f"{name} cannot be combined with a grammar, which says itself where it may end")
 
 
 def _check_float(params: SamplingParams, name: str, low: float, high: float) -> None:

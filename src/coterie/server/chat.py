@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages in, one assistant message a choice out, streamed or whole.
 
 Both forms are made from the same events, so they say the same. Not here: prompts (`server.prompts`), the run
-(`server.generation`), tools and structured output (refused, not ignored).
+(`server.generation`), grammars (`server.structured`), tools (refused, not ignored).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coterie.server.errors import bad_request, not_supported
 from coterie.server.generation import Event, PromptJob
 from coterie.server.logprobs import chat_logprobs
 from coterie.server.prompts import ChatFields, chat_prompt, encode_messages
-from coterie.server.protocol import ChatRequest, ResponseFormat
+from coterie.server.protocol import ChatRequest
 from coterie.server.sampling import (
     Wanted,
     asked_length,
@@ -37,6 +37,7 @@ from coterie.server.sampling import (
 )
 from coterie.server.state import ServedModel, ServerState
 from coterie.server.streaming import Envelope, StreamWriter, Tally, usage_wanted
+from coterie.server.structured import Structure, wanted_structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,13 @@ class ChatCall:
     envelope: Envelope
     job: PromptJob
     num_top: int | None
+    structure: Structure | None
 
     @property
     def names(self) -> dict[str, str]:
         """The client's names of the engine's fields, where they differ."""
-        return {"prompt": "messages", "logprobs": "top_logprobs"} | renamed_length(self.request)
+        names = {"prompt": "messages", "logprobs": "top_logprobs"} | renamed_length(self.request)
+        return names if self.structure is None else names | {"grammar": self.structure.field}
 
     @property
     def jobs(self) -> list[PromptJob]:
@@ -73,6 +76,7 @@ async def prepare_chat(
 ) -> ChatCall:
     """Check the request's own rules, render and encode its prompt. `prefix`: how the answer's id begins."""
     refuse_unsupported(request)
+    structure = wanted_structure(request)
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     if num_top is None and request.top_logprobs:
         raise bad_request("top_logprobs: set logprobs to true as well", param="top_logprobs")
@@ -81,29 +85,19 @@ async def prepare_chat(
     token_ids = await encode_messages(model, chat_prompt(request.messages, fields, state.config.max_messages))
     max_tokens = asked_length(request)
     token_ids = truncated(token_ids, request.truncate_prompt_tokens, model.engine.max_model_len - (max_tokens or 1))
-    params = sampling_params(request, Wanted(max_tokens, num_top))
+    grammar = None if structure is None else structure.grammar
+    params = sampling_params(request, Wanted(max_tokens, num_top, grammar=grammar))
     include, continuous = usage_wanted(request)
     envelope = model.envelope(prefix, include_usage=include, continuous_usage=continuous)
-    return ChatCall(model, request, envelope, PromptJob(envelope.id, token_ids, params), num_top)
+    return ChatCall(model, request, envelope, PromptJob(envelope.id, token_ids, params), num_top, structure)
 
 
 def refuse_unsupported(request: ChatRequest) -> None:
-    """Tools and structured output change the answer: they are refused until they work."""
+    """Tools change the answer: they are refused until they work."""
     if request.tools and request.tool_choice != "none":
         raise not_supported("tools", "tool calls are not supported yet; leave it out")
     if request.tool_choice not in (None, "none", "auto"):
         raise not_supported("tool_choice", "tool calls are not supported yet; use \"none\" or leave it out")
-    check_response_format(request.response_format)
-
-
-def check_response_format(wanted: ResponseFormat | None) -> None:
-    """Only plain text is served."""
-    if wanted is None or wanted.type == "text":
-        return
-    if wanted.type in ("json_object", "json_schema", "structural_tag", "grammar"):
-        raise not_supported("response_format", f"type {wanted.type!r} is not supported yet; use \"text\"")
-    message = f"response_format.type: {wanted.type[:50]!r} is unknown; use \"text\""
-    raise bad_request(message, param="response_format.type")
 
 
 class ChatWriter(StreamWriter):

@@ -12,7 +12,6 @@ from msgspec import UNSET, Struct
 
 from coterie.engine.output import ChoiceDelta, PromptInfo
 from coterie.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
-from coterie.server.chat import check_response_format
 from coterie.server.errors import not_supported
 from coterie.server.generation import Event, PromptJob
 from coterie.server.logprobs import CompletionLogprobsWriter
@@ -28,6 +27,7 @@ from coterie.server.sampling import (
 )
 from coterie.server.state import ServedModel, ServerState
 from coterie.server.streaming import Envelope, StreamWriter, Tally, usage_wanted
+from coterie.server.structured import Structure, wanted_structure
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -40,6 +40,7 @@ class CompletionCall:
     request: CompletionRequest
     envelope: Envelope
     jobs: list[PromptJob]
+    structure: Structure | None
 
     @property
     def num_top(self) -> int | None:
@@ -54,7 +55,8 @@ class CompletionCall:
     @property
     def names(self) -> dict[str, str]:
         """The client's names of the engine's fields, where they differ."""
-        return {"prompt_logprobs": "logprobs"} | renamed_length(self.request)
+        names = {"prompt_logprobs": "logprobs"} | renamed_length(self.request)
+        return names if self.structure is None else names | {"grammar": self.structure.field}
 
     def writer(self) -> StreamWriter:
         """For the streamed form."""
@@ -67,7 +69,7 @@ class CompletionCall:
 
 async def prepare_completions(state: ServerState, model: ServedModel, request: CompletionRequest) -> CompletionCall:
     """Check the request's own rules and encode its prompts."""
-    check_response_format(request.response_format)
+    structure = wanted_structure(request)
     if request.best_of not in (None, 1, request.n):
         raise not_supported("best_of", "choosing among hidden choices is not supported; use n")
     special = request.add_special_tokens is not False
@@ -77,11 +79,17 @@ async def prepare_completions(state: ServerState, model: ServedModel, request: C
     check_fan_out(len(prompts), request, state.config.max_choices, model.max_sequences)
     include, continuous = usage_wanted(request)
     envelope = model.envelope("cmpl-", include_usage=include, continuous_usage=continuous)
-    jobs = [_job(model, request, prompt, f"{envelope.id}-{i}") for i, prompt in enumerate(prompts)]
-    return CompletionCall(model, request, envelope, jobs)
+    jobs = [_job(model, request, prompt, f"{envelope.id}-{i}", structure) for i, prompt in enumerate(prompts)]
+    return CompletionCall(model, request, envelope, jobs, structure)
 
 
-def _job(model: ServedModel, request: CompletionRequest, prompt: EncodedPrompt, request_id: str) -> PromptJob:
+def _job(
+    model: ServedModel,
+    request: CompletionRequest,
+    prompt: EncodedPrompt,
+    request_id: str,
+    structure: Structure | None,
+) -> PromptJob:
     asked = asked_length(request)
     limit = model.engine.max_model_len
     token_ids = truncated(prompt.token_ids, request.truncate_prompt_tokens, limit - (asked or 1))
@@ -90,7 +98,8 @@ def _job(model: ServedModel, request: CompletionRequest, prompt: EncodedPrompt, 
         max_tokens = DEFAULT_MAX_TOKENS  # else None: the room left
     # With max_tokens 0 only the prompt is scored; asking for its log-probabilities tells the engine so.
     scored = request.logprobs if request.echo and request.logprobs is not None else 0 if max_tokens == 0 else None
-    params = sampling_params(request, Wanted(max_tokens, request.logprobs, scored))
+    grammar = None if structure is None else structure.grammar
+    params = sampling_params(request, Wanted(max_tokens, request.logprobs, scored, grammar))
     text = echo_text(model, EncodedPrompt(prompt.text, token_ids)) if request.echo else ""
     return PromptJob(request_id, token_ids, params, text)
 

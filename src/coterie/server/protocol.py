@@ -21,6 +21,7 @@ Name = Annotated[str, Meta(max_length=512)]
 StopString = Annotated[str, Meta(max_length=1024)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=64)] | None
 TokenIds = Annotated[list[int], Meta(max_length=1_048_576)]
+Choices = Annotated[list[str], Meta(max_length=10_000)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 
 IGNORED = frozenset({
@@ -30,8 +31,8 @@ IGNORED = frozenset({
 """Fields that say nothing a text server of its own needs: accepted without a word."""
 
 UNSUPPORTED = frozenset({
-    "audio", "prediction", "web_search_options", "suffix", "use_beam_search", "structured_outputs", "guided_json",
-    "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "regex", "ebnf", "prompt_logprobs",
+    "audio", "prediction", "web_search_options", "suffix", "use_beam_search", "guided_decoding_backend",
+    "guided_whitespace_pattern", "grammar", "json_schema", "regex", "ebnf", "prompt_logprobs",
     "prompt_embeds", "continue_final_message", "chat_template", "documents", "functions", "function_call",
     "allowed_token_ids", "bad_words", "logits_processors", "return_token_ids", "return_tokens_as_token_ids", "echo",
 })  # fmt: skip
@@ -46,6 +47,33 @@ class StreamOptions(Struct, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(Struct, frozen=True, kw_only=True):
+    """A JSON schema with its name. `strict` is taken as true: an answer always follows the schema."""
+
+    name: Name
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """`type`: text, json_object, or json_schema with its `json_schema`."""
+
+    type: Name = "text"
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an answer must be, one of: a JSON schema (an object, or JSON in a string), any JSON object, a regular
+    expression for the whole text, one of some texts, a grammar in llguidance's Lark dialect."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True):
@@ -76,6 +104,12 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
 
 
 class ContentPart(Struct, frozen=True):
@@ -101,12 +135,6 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=65_536)]
 TemplateArguments = Annotated[dict[Name, Any], Meta(max_length=64)]
 
 
-class ResponseFormat(Struct, frozen=True):
-    """Only `text` is served so far."""
-
-    type: Name = "text"
-
-
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """Body of POST /v1/chat/completions. Without a length the answer may fill the context."""
 
@@ -115,7 +143,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
     tool_choice: Name | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: Name | None = None
     chat_template_kwargs: TemplateArguments | None = None
     add_generation_prompt: bool | None = None
@@ -128,7 +155,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Annotated[int, Meta(ge=0, le=4096)] | None = None
-    response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
 
 

@@ -19,7 +19,7 @@ from coterie.server.answers import ChatChunk, ChatLogprobs, ErrorDetail, Usage
 from coterie.server.chat import ChatCall, ChatWriter, chat_completion, prepare_chat
 from coterie.server.errors import ApiError, Fault, bad_request, not_supported
 from coterie.server.generation import Event, PromptJob
-from coterie.server.protocol import ChatRequest, Message, ResponseFormat, SamplingFields
+from coterie.server.protocol import ChatRequest, JsonSchemaFormat, Message, ResponseFormat, SamplingFields
 from coterie.server.responses_protocol import (
     ErrorEvent,
     IncompleteDetails,
@@ -48,7 +48,8 @@ LOGPROBS = "message.output_text.logprobs"
 """In `include`, it asks for log-probabilities; so does a number of `top_logprobs`."""
 
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
-_CHAT_NAME = re.compile(r"^(?:messages(?:\[(\d+)\])?|response_format)")
+_FORMAT = re.compile(r"^response_format(?:\.json_schema)?")
+_CHAT_NAME = re.compile(rf"^messages(?:\[(\d+)\])?|{_FORMAT.pattern}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class ResponsesCall:
     @property
     def names(self) -> dict[str, str]:
         """The client's names of the engine's fields, where they differ."""
-        names = self.chat.names | {"prompt": "input"}
+        names = {field: _FORMAT.sub("text.format", name) for field, name in self.chat.names.items()}
+        names["prompt"] = "input"
         return names if self.request.max_output_tokens is None else names | {"max_tokens": "max_output_tokens"}
 
     def writer(self) -> StreamWriter:
@@ -103,7 +105,8 @@ def _to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
         fields["max_completion_tokens"] = request.max_output_tokens
     if request.truncation == "auto" and request.truncate_prompt_tokens is None:
         fields["truncate_prompt_tokens"] = -1
-    wanted = request.text.format if request.text is not None else None
+    if request.text is not None and request.text.format is not None:
+        fields["response_format"] = _response_format(request.text.format)
     return ChatRequest(
         **fields,
         messages=messages,
@@ -111,10 +114,16 @@ def _to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
         top_logprobs=request.top_logprobs,
         tools=None if request.tools is None else [_tool(tool, i) for i, tool in enumerate(request.tools)],
         tool_choice=_tool_choice(request.tool_choice),
-        response_format=None if wanted is None else ResponseFormat(wanted.type),
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         chat_template_kwargs=request.chat_template_kwargs,
     )
+
+
+def _response_format(wanted: TextFormat) -> ResponseFormat:
+    """The format as chats ask for it, where the schema lies one level deeper."""
+    if wanted.type != "json_schema" or wanted.schema is None:
+        return ResponseFormat(wanted.type)
+    return ResponseFormat(wanted.type, JsonSchemaFormat(name=wanted.name or "answer", schema=wanted.schema))
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
@@ -179,7 +188,7 @@ def _in_our_words(fault: Fault, places: Sequence[str]) -> Fault:
     """A fault of the chat with the names that the client of this API used."""
 
     def name(found: re.Match[str]) -> str:
-        if found[0] == "response_format":
+        if found[0].startswith("response_format"):
             return "text.format"
         return "input" if found[1] is None else places[int(found[1])]
 

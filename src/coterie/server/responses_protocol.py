@@ -27,9 +27,13 @@ class InputItem(Struct, frozen=True, kw_only=True):
 
 
 class TextFormat(Struct, frozen=True, kw_only=True):
-    """Only `text` is served so far."""
+    """`type`: text, json_object, or json_schema with its name and schema."""
 
     type: Name = "text"
+    name: Name | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextOptions(Struct, frozen=True, kw_only=True):

@@ -18,11 +18,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an endpoint makes of its own fields: length and log-probabilities."""
+    """What an endpoint makes of its own fields: length, log-probabilities, grammar."""
 
     max_tokens: int | None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str | None = None
 
 
 def sampling_params(request: SamplingFields, wanted: Wanted) -> SamplingParams:
@@ -49,6 +50,7 @@ def sampling_params(request: SamplingFields, wanted: Wanted) -> SamplingParams:
         skip_special_tokens=request.skip_special_tokens is not False,
         logprobs=wanted.logprobs,
         prompt_logprobs=wanted.prompt_logprobs,
+        grammar=wanted.grammar,
     )
 
 
