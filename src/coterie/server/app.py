@@ -151,7 +151,7 @@ def _add_model_routes(app: FastAPI, state: ServerState) -> None:
         return _json(card())
 
     _add(app, "/v1/models", _guarded(models), operation(ModelList))
-    extra = operation(ModelCard)
+    extra = operation(ModelCard, errors=(404,))
     extra["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
     _add(app, "/v1/models/{model_id:path}", _guarded(one_model), extra, name="model")
 

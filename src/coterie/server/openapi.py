@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from coterie.server import answers, protocol
+from coterie.server.limits import OPEN_PATHS
 from coterie.server.responses_protocol import ResponseBody, ResponsesRequest, StreamEvent
 
 _REF = "#/components/schemas/{name}"
@@ -21,6 +22,7 @@ _ERRORS = {
     404: "No such model.",
     408: "The body came too slowly.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "The queue is full; see Retry-After.",
     500: "The server failed on this request.",
     503: "Loading, overloaded or shutting down; see Retry-After.",
@@ -56,22 +58,40 @@ def schemas() -> dict[str, Any]:
 
 
 def operation(
-    answer: type[Struct] | None, *, request: type[Struct] | None = None, chunks: Sequence[type[Struct]] = ()
+    answer: type[Struct] | None,
+    *,
+    request: type[Struct] | None = None,
+    chunks: Sequence[type[Struct]] = (),
+    errors: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The `openapi_extra` of a route: its bodies, and errors in one shape. `chunks`: the events of its stream."""
+    """The `openapi_extra` of a route: its bodies, and errors in one shape. `chunks`: the events of its stream;
+    `errors`: statuses of a route without a body, beside those that every route may have."""
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if answer is not None:
         content = {"application/json": {"schema": _ref(answer)}}
     if chunks:
-        content["text/event-stream"] = {"schema": {"anyOf": [_ref(chunk) for chunk in chunks]}}
+        content["text/event-stream"] = {"schema": _event(chunks)}
     error = {"application/json": {"schema": _ref(answers.ErrorBody)}}
-    codes = _ERRORS if request is not None else {code: _ERRORS[code] for code in (401, 503)}
+    codes = _ERRORS if request is not None else {code: _ERRORS[code] for code in sorted((401, 503, *errors))}
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": content}}
     responses |= {str(code): {"description": text, "content": error} for code, text in codes.items()}
     extra: dict[str, Any] = {"responses": responses}
     if request is not None:
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     return extra
+
+
+def _event(chunks: Sequence[type[Struct]]) -> dict[str, Any]:
+    """One server-sent event: its data is the JSON of a chunk or an error, or ends a stream that went well."""
+    kinds: list[type[Struct]] = [*chunks, answers.ErrorBody]
+    bodies = {"anyOf": [_ref(kind) for kind in kinds]}
+    chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": bodies}
+    return {
+        "type": "object",
+        "description": "One event of the stream.",
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": [{"const": "[DONE]"}, chunk]}},
+        "required": ["data"],
+    }
 
 
 def complete(document: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
@@ -81,6 +101,8 @@ def complete(document: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
+        for path in OPEN_PATHS:
+            document["paths"][path]["get"]["security"] = []
     return document
 
 

@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.server.errors import ApiError, bad_request, not_supported
-from coterie.server.protocol import ContentPart, Message
+from coterie.server.protocol import ROLES, ContentPart, Message
 from coterie.server.state import ServedModel
 from coterie.server.templates import ChatPrompt
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
-         "function": "function"}  # fmt: skip
-"""Roles that are accepted, and what the template is told."""
 
 _INLINE_CHARS = 4096
 """Texts up to this length are encoded at once, longer ones on a thread."""

@@ -12,17 +12,33 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from coterie.engine.sampling_params import DEFAULT_LIMITS
 from coterie.server.errors import bad_request, from_decode_error, not_supported
 
 logger = logging.getLogger("coterie.server")
 
 MAX_INT = 2**31 - 1
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+         "function": "function"}  # fmt: skip
+"""Roles that are accepted, and what the template is told."""
+
 Name = Annotated[str, Meta(max_length=512)]
 StopString = Annotated[str, Meta(max_length=1024)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=64)] | None
 TokenIds = Annotated[list[int], Meta(max_length=1_048_576)]
 Choices = Annotated[list[str], Meta(max_length=10_000)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Role = Annotated[str, Meta(max_length=512, extra_json_schema={"enum": list(ROLES)})]
+
+
+def _shown(low: float | None = None, high: float | None = None) -> Meta:
+    """A range for /openapi.json. It is checked at the engine's door, which knows it for every caller."""
+    bounds = {"minimum": low, "maximum": high}
+    return Meta(extra_json_schema={name: value for name, value in bounds.items() if value is not None})
+
+
+Penalty = Annotated[float, _shown(-DEFAULT_LIMITS.max_penalty, DEFAULT_LIMITS.max_penalty)]
+Share = Annotated[float, _shown(0, 1)]
 
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
@@ -87,13 +103,13 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    temperature: Annotated[float, _shown(0, DEFAULT_LIMITS.max_temperature)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, _shown(-1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, _shown(1e-3, DEFAULT_LIMITS.max_repetition_penalty)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, float], Meta(max_length=1024)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=4096)] | None = None
@@ -123,7 +139,7 @@ class ContentPart(Struct, frozen=True):
 class Message(Struct, frozen=True, kw_only=True):
     """One message of a chat. The roles are system, developer (read as system), user, assistant, tool and function."""
 
-    role: Name
+    role: Role
     content: str | Annotated[list[ContentPart], Meta(max_length=4096)] | None = None
     name: Name | None = None
     reasoning_content: str | None = None

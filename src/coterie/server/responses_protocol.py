@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from coterie.server.answers import ErrorDetail, TopLogprob
-from coterie.server.protocol import ContentPart, Count, Name, SamplingFields, TemplateArguments
+from coterie.server.protocol import ContentPart, Count, Name, Role, SamplingFields, TemplateArguments
 
 
 class InputItem(Struct, frozen=True, kw_only=True):
     """One item of the input: a message (with or without `type`), a function call, its output, or earlier reasoning."""
 
     type: Name | None = None
-    role: Name | None = None
+    role: Role | None = None
     content: str | Annotated[list[ContentPart], Meta(max_length=4096)] | None = None
     call_id: Name | None = None
     name: Name | None = None
