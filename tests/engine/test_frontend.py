@@ -243,6 +243,49 @@ def test_a_timeout_on_one_piece_loses_nothing(bench: Bench) -> None:
     assert bench.aborts == []
 
 
+def test_started_streams_wake_their_reader_and_give_the_same_news_as_iteration(bench: Bench) -> None:
+    async def body(engine: AsyncEngine) -> None:
+        iterated = [one async for one in engine.stream(PROMPT, params(12, n=2, seed=1))]
+        woken = asyncio.Event()
+        stream, taken = engine.stream(PROMPT, params(12, n=2, seed=1)), list[Any]()
+        await stream.start(woken.set)
+        assert stream.take() == [] and not stream.is_over
+        while not stream.is_over:
+            await asyncio.wait_for(woken.wait(), 5)
+            woken.clear()
+            taken += stream.take()
+        assert (iterated[0], taken[0]) == (PromptInfo(), PromptInfo(12))  # the second found the first one's pages
+        for index in range(2):
+            of_choice = [[one for one in news[1:] if one.index == index] for news in (iterated, taken)]
+            assert of_choice[0] == of_choice[1] and len(of_choice[0]) == 12
+        with pytest.raises(InvalidRequest):
+            await engine.stream([], params()).start(woken.set)
+        closed = engine.stream(PROMPT, params(40))
+        await closed.start(woken.set)
+        await closed.aclose()
+        assert closed.take() == []
+
+    bench.run(body)
+    assert len(bench.aborts) == 1
+
+
+def test_an_engine_that_is_gone_is_said_after_the_news_that_came(bench: Bench) -> None:
+    async def body(engine: AsyncEngine) -> None:
+        stream = engine.stream(PROMPT, params(40))
+        woken = asyncio.Event()
+        await stream.start(woken.set)
+        await asyncio.wait_for(woken.wait(), 5)
+        engine._tracker.fail_all("it is gone")
+        assert not stream.is_over
+        assert stream.take()
+        for _ in range(2):
+            with pytest.raises(EngineDead, match="it is gone"):
+                stream.take()
+        assert not stream.is_over
+
+    bench.run(body)
+
+
 def test_prompts_over_the_limit_are_refused_and_the_next_is_served(bench: Bench) -> None:
     async def body(engine: AsyncEngine) -> None:
         for length, asked in ((128, 1), (129, 1), (10**5, 1), (128, None), (127, 2), (3, 10**6)):

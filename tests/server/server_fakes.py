@@ -145,37 +145,53 @@ class MockEngine:
 
 
 class MockStream:
-    """Yields a script's items: floats are pauses, HANG never ends, exceptions are raised. The first one starts it."""
+    """Tells a script's items: floats are pauses, HANG never ends, exceptions are raised once all before is taken."""
 
     def __init__(self, engine: MockEngine, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         self._engine, self._id, self._prompt, self._params = engine, request_id, prompt, params
-        self._items: list[Item] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._news: list[PromptInfo | ChoiceDelta] = []
+        self._failure: Exception | None = None
         self._closed = False
 
-    def __aiter__(self) -> MockStream:
-        return self
+    async def start(self, wake: Callable[[], None]) -> None:
+        items = self._engine.start(self._id, self._prompt, self._params)
+        self._task = asyncio.create_task(self._play(items, wake))
 
-    async def __anext__(self) -> PromptInfo | ChoiceDelta:
-        if self._items is None:
-            self._items = self._engine.start(self._id, self._prompt, self._params)
-        while self._items:
-            item = self._items.pop(0)
+    def take(self) -> list[PromptInfo | ChoiceDelta]:
+        news, self._news = self._news, []
+        if not news and self._failure is not None:
+            raise self._failure
+        return news
+
+    @property
+    def is_over(self) -> bool:
+        return self._closed and not self._news and self._failure is None
+
+    async def _play(self, items: list[Item], wake: Callable[[], None]) -> None:
+        while items:
+            item = items.pop(0)
             if isinstance(item, Exception):
-                raise item
-            if isinstance(item, float):
+                self._failure = item
+            elif isinstance(item, float):
                 await asyncio.sleep(item)
+                continue
             elif isinstance(item, str):
                 await asyncio.Event().wait()
             else:
                 await asyncio.sleep(0)
-                if not self._items:
-                    self._end(self._engine.finished)
-                return item
-        raise StopAsyncIteration
+                self._news.append(item)
+            if not items and self._failure is None:
+                self._end(self._engine.finished)
+            wake()
+            if self._failure is not None:
+                return
 
     async def aclose(self) -> None:
-        if self._items is not None and not self._closed:
-            self._end(self._engine.aborted)
+        if self._task is not None:
+            self._task.cancel()
+            if not self._closed:
+                self._end(self._engine.aborted)
 
     def _end(self, where: list[str]) -> None:
         self._closed = True

@@ -92,6 +92,11 @@ class StopChecker:
         self._released = 0
 
     @property
+    def has_stops(self) -> bool:
+        """Whether there is anything to watch for."""
+        return bool(self._stops)
+
+    @property
     def released(self) -> int:
         """Characters given out so far."""
         return self._released
@@ -177,6 +182,8 @@ class ChoiceText:
 
     def push(self, token_ids: list[int], logprobs: list[list[TokenLogprob]] | None) -> ShownText:
         """Take one step's tokens. After a result with `stop` the choice is over."""
+        if logprobs is None and not self._with_logprobs and not self._stops.has_stops:
+            return self._pass(token_ids)
         pieces: list[str] = []
         for index, token_id in enumerate(token_ids):
             piece = "" if self._detokenizer is None else self._detokenizer.push(token_id)
@@ -185,6 +192,13 @@ class ChoiceText:
             if match is not None:
                 return self._stopped("".join(pieces), match)
         return self._show("".join(pieces))
+
+    def _pass(self, token_ids: list[int]) -> ShownText:
+        """Without stop strings and log-probabilities nothing is ever held: the same result with less work a token."""
+        text = "" if self._detokenizer is None else "".join(map(self._detokenizer.push, token_ids))
+        self._num_tokens += len(token_ids)
+        self._length += len(text)
+        return ShownText(self._stops.skip(text), tuple(token_ids), None)
 
     def finish(self, token_ids: list[int], logprobs: list[list[TokenLogprob]] | None, *, by_token: bool) -> ShownText:
         """Take the last step's tokens and give out all that is held. `by_token`: the last one is a stop token, which

@@ -38,8 +38,8 @@ SILENCE_SECONDS = 120.0
 class RequestStream:
     """News of one request: a PromptInfo, then the deltas of its choices. Closing or dropping it aborts the request.
 
-    The request starts when the first news is asked for. A cancelled `__anext__` loses nothing, so it may be waited for
-    with a timeout.
+    Either `async for`: the request starts when the first news is asked for, and a cancelled `__anext__` loses nothing.
+    Or, for readers of many streams, without a task for each: `start` it and `take` what there is whenever it wakes.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class RequestStream:
         if self._closed:
             raise StopAsyncIteration
         if self.request is None:
-            await self._engine._try_grammar(self._params)
-            self.request = self._engine._start(self._prompt, self._params, self._id, self._event.set)
+            await self.start(self._event.set)
         request = self.request
+        assert request is not None
         while not request.news:
             if request.failure is not None:
                 raise EngineDead(request.failure)
@@ -68,6 +68,35 @@ class RequestStream:
             self._event.clear()
             await self._event.wait()
         return request.news.popleft()
+
+    async def start(self, wake: Callable[[], None]) -> None:
+        """Start the request, once its grammar was tried. `wake` is called on the event loop whenever there is news, an
+        end or a failure.
+
+        Raises InvalidRequest, EngineBusy or EngineDead; then nothing runs.
+        """
+        await self._engine._try_grammar(self._params)
+        self.request = self._engine._start(self._prompt, self._params, self._id, wake)
+
+    def take(self) -> list[News]:
+        """All news since the last call, in order; none after closing. Raises EngineDead once the engine is gone."""
+        request = self.request
+        assert request is not None, "the request has not started"
+        if self._closed:
+            return []
+        if request.news:
+            news = list(request.news)
+            request.news.clear()
+            return news
+        if request.failure is not None:
+            raise EngineDead(request.failure)
+        return []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all was taken and nothing more comes, not even a failure."""
+        request = self.request
+        return request is not None and request.is_finished and not request.news and request.failure is None
 
     @property
     def times(self) -> RequestTimes:

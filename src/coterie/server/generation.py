@@ -1,8 +1,9 @@
 """Generation: the running prompts of one HTTP request, read as one sequence of events, whoever ends it.
 
 Three things can end it: the engine (all prompts finished, or one failed), the client (hang-up), the server (shutdown).
-All three arrive in one queue, so there is one reader and one place that cleans up. Closing aborts what still runs,
-nothing else does; what has finished is never aborted. Not here: JSON, text, usage.
+All three wake the one reader, with no task and no queue between, and there is
+one place that cleans up. Closing aborts what still runs, nothing else does; what has finished is never aborted. Not
+here: JSON, text, usage.
 """
 
 from __future__ import annotations
@@ -44,13 +45,6 @@ class Event:
     value: PromptInfo | ChoiceDelta
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A prompt came to its end; `error` says why if it was no good one."""
-
-    error: Exception | None = None
-
-
 class Generation:
     """Runs jobs on an engine. Use: `start`, then `next_events` until it returns None, and always `close`.
 
@@ -68,85 +62,131 @@ class Generation:
         self._engine = engine
         self._names = names
         self._on_close = on_close
-        self._queue: asyncio.Queue[Event | _Ended] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
         self._streams: list[RequestStream] = []
-        self._running = len(self.jobs)
+        self._open: dict[int, RequestStream] = {}
         self._failure: Exception | None = None
+        self._waiter: asyncio.Future[bool] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = 0.0
+        self._starting = len(self.jobs)
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, receive: Receive) -> None:
-        """Begin to read every job's news, which starts it, and to watch the connection."""
-        for job in self.jobs:
-            self._streams.append(self._engine.stream(job.token_ids, job.params, request_id=job.request_id))
-        self._tasks = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(self._streams)]
-        self._tasks.append(asyncio.create_task(self._watch(receive)))
+        """Begin to start every job and to watch the connection. A job that is refused fails the generation."""
+        self._tasks = [asyncio.create_task(self._start_all()), asyncio.create_task(self._watch(receive))]
 
     async def next_events(self, timeout: float | None = None) -> list[Event] | None:
         """All news since the last call, waiting for some; [] after `timeout` seconds without, None at the end.
 
-        Raises ApiError if a prompt failed, ClientGone if the client hung up.
+        Raises ApiError if a prompt failed (news that came before are shown first), ClientGone if the client hung up.
         """
-        if self._failure is not None:
-            raise self._failure
-        if not self._running:
-            return None
-        try:
-            async with asyncio.timeout(timeout):
-                item = await self._queue.get()
-        except TimeoutError:
-            return []
-        events = []
-        while True:
-            if isinstance(item, Event):
-                events.append(item)
-            elif item.error is None:
-                self._running -= 1
-            else:
-                self._failure = item.error
-            if not self._running or self._failure is not None or self._queue.empty():
+        while self._failure is None:
+            events = self._taken()
+            if events:
+                return events
+            if self._failure is not None:
                 break
-            item = self._queue.get_nowait()
-        # News that came before a failure is shown first; the next call raises.
-        return events or await self.next_events(timeout)
+            if not self._open and not self._starting:
+                return None
+            if not await self._wait(timeout):
+                return []
+        raise self._failure
 
     def stop(self, reason: str) -> None:
         """End it from the server's side: its reader gets a 503."""
-        self._queue.put_nowait(_Ended(unavailable(reason, retry_after=5, code="shutting_down")))
+        self._fail(unavailable(reason, retry_after=5, code="shutting_down"))
 
     async def close(self) -> None:
         """Abort what still runs and let go of the connection. Idempotent."""
         self._on_close(self)
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         # A closed stream aborts what has not finished; one that has is left alone by the engine.
         streams, self._streams = self._streams, []
         for stream in streams:
             await stream.aclose()
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, index: int, stream: RequestStream) -> None:
-        """Read one prompt's news to their end."""
-        error: Exception | None = None
-        try:
-            async for value in stream:
+    async def _start_all(self) -> None:
+        for index, job in enumerate(self.jobs):
+            stream = self._engine.stream(job.token_ids, job.params, request_id=job.request_id)
+            self._streams.append(stream)
+            try:
+                await stream.start(self._wake)
+            except Exception as raised:
+                self._fail(self._translated(raised, index))
+                return
+            self._open[index] = stream
+            self._starting -= 1
+
+    def _taken(self) -> list[Event]:
+        """What the open streams have to say; a failure is kept for the next call."""
+        events: list[Event] = []
+        for index, stream in list(self._open.items()):
+            try:
+                news = stream.take()
+            except Exception as raised:
+                self._failure = self._translated(raised, index)
+                return events
+            for value in news:
                 if isinstance(value, ChoiceDelta) and (failure := _failure(value)):
-                    error = failure
-                    break
-                self._queue.put_nowait(Event(index, value))
-        except InvalidRequest as refused:
-            error = bad_request(str(refused), param=self._names.get(refused.param, refused.param))
-        except Exception as raised:
-            error = as_api_error(raised)
-            if error is None:
-                logger.exception("request %s failed", self.jobs[index].request_id)
-                error = internal_error()
-        self._queue.put_nowait(_Ended(error))
+                    self._failure = failure
+                    return events
+                events.append(Event(index, value))
+            if stream.is_over:
+                del self._open[index]
+        return events
+
+    async def _wait(self, timeout: float | None) -> bool:
+        """Wait to be woken; False after `timeout` seconds. One timer serves all waits: it is put off, not made anew."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        if timeout is not None:
+            self._deadline = loop.time() + timeout
+            if self._timer is None:
+                self._timer = loop.call_at(self._deadline, self._tick)
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
+
+    def _tick(self) -> None:
+        """The timer went off: the wait is over, or it began anew meanwhile."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if loop.time() >= self._deadline:
+            self._waiter.set_result(False)
+        else:
+            self._timer = loop.call_at(self._deadline, self._tick)
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._wake()
+
+    def _translated(self, raised: Exception, index: int) -> Exception:
+        """An engine's error as the client hears of it."""
+        if isinstance(raised, InvalidRequest):
+            return bad_request(str(raised), param=self._names.get(raised.param, raised.param))
+        error = as_api_error(raised)
+        if error is None:
+            logger.error("request %s failed", self.jobs[index].request_id, exc_info=raised)
+            error = internal_error()
+        return error
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._queue.put_nowait(_Ended(ClientGone()))
+        self._fail(ClientGone())
 
 
 def _failure(delta: ChoiceDelta) -> ApiError | None:

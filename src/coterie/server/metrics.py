@@ -62,6 +62,7 @@ class ServerMetrics(RequestObserver):
         )
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCY)
         self._gap = self._histogram("inter_token_latency_seconds", "Time between tokens of a choice.", _GAP)
+        self._gap_of_model = self._gap  # the series of the served model, found once: it is used for every token
         self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to the first computed chunk.", _LATENCY)
         text = "First computed chunk to first token, or to the end of a scored prompt."
@@ -74,6 +75,7 @@ class ServerMetrics(RequestObserver):
     def serve(self, model_name: str, stats: Callable[[], Stats | None]) -> None:
         """Name the model and where its engine's Stats come from."""
         self._model_name = model_name
+        self._gap_of_model = self._gap.labels(model_name)
         self._source = _Source(model_name, stats)
         for counter in (self._prompt_tokens, self._cached_tokens, self._generation_tokens):
             counter.labels(model_name)
@@ -86,7 +88,7 @@ class ServerMetrics(RequestObserver):
 
     def token_gap(self, seconds: float, num_tokens: int) -> None:
         """Further tokens of a choice came; each counts with its share of the time."""
-        histogram = self._gap.labels(self._model_name)
+        histogram = self._gap_of_model
         for _ in range(num_tokens):
             histogram.observe(seconds / num_tokens)
 
