@@ -7,11 +7,12 @@ prefix, so a request's output is known in advance whatever happens to it on the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from coterie.cache.block_pool import BlockPool
 from coterie.engine.batch import make_batch
+from coterie.engine.classes import ONE_CLASS, ClassTable
 from coterie.engine.messages import SamplingParams
 from coterie.engine.request import Request, Schedule, Status
 from coterie.engine.scheduler import Progress, Scheduler, SchedulerLimits
@@ -43,10 +44,16 @@ def expected_output(prompt: Sequence[int], params: SamplingParams) -> list[int]:
 
 @dataclass
 class MockEngine:
-    """Scheduler, pool and memory. `computed` counts rows per request; `steps` are the executed schedules."""
+    """Scheduler, pool and memory. `computed` counts rows per request; `steps` are the executed schedules; `now` is the
+    clock, `cost` the seconds that a step takes. Without `checked` the memory is not kept and the books not checked, for
+    long runs about time."""
 
     limits: SchedulerLimits
     num_blocks: int
+    classes: ClassTable = ONE_CLASS
+    cost: Callable[[Schedule], float] = lambda schedule: 0.0
+    now: float = 0.0
+    checked: bool = True
     memory: dict[int, int] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)
     first_step: dict[str, int] = field(default_factory=dict)
@@ -55,13 +62,20 @@ class MockEngine:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks)
-        self.scheduler = Scheduler(self.limits, self.pool, eos_token_ids=(EOS,))
+        self.scheduler = Scheduler(self.limits, self.pool, (EOS,), self.classes)
 
     def add(
-        self, name: str, prompt: Sequence[int], max_tokens: int = 4, *, params: SamplingParams | None = None
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        params: SamplingParams | None = None,
+        service_class: str | None = None,
     ) -> Request:
         params = params or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(name, tuple(prompt), params, len(prompt) + (params.max_tokens or 0))
+        rank = self.classes.rank(service_class)
+        request = Request(name, tuple(prompt), params, len(prompt) + (params.max_tokens or 0), self.now, rank=rank)
         self.scheduler.add(request)
         return request
 
@@ -87,15 +101,20 @@ class MockEngine:
             self.first_step.setdefault(name, len(self.steps))
 
     def step(self) -> list[Progress]:
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(self.now)
+        self.now += self.cost(schedule)
         assert schedule.num_tokens <= self.limits.token_budget
+        assert len(schedule.entries) <= self.limits.max_running, "too many rows in a step"
         assert schedule.entries or not self.scheduler.has_work, "there is work but nothing was scheduled"
         assert not {e.request for e in schedule.entries} & set(schedule.preempted)
-        self.scheduler.check_integrity()
-        self.execute(schedule)
-        sampled = {e.request.request_id: [next_token(e.request.token_ids)] for e in schedule.entries if e.samples}
+        if self.checked:
+            self.scheduler.check_integrity()
+            self.execute(schedule)
+        samples = [entry.request for entry in schedule.entries if entry.samples]
+        sampled = {r.request_id: [next_token(r.token_ids) if self.checked else 2] for r in samples}
         news = self.scheduler.update(schedule, sampled)
-        self.scheduler.check_integrity()
+        if self.checked:
+            self.scheduler.check_integrity()
         for progress in news:
             self.token_steps.setdefault(progress.request.request_id, []).append(len(self.steps))
         self.steps.append(schedule)

@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling import MockEngine, finished_well
 
+from coterie.engine.classes import CLASS_NAMES, ClassTable
+from coterie.engine.config import ServiceConfig
 from coterie.engine.errors import EngineBusy, InvalidRequest
 from coterie.engine.messages import SamplingParams
 from coterie.engine.request import Request, Status
@@ -31,6 +33,7 @@ class Traffic:
     undisturbed: list[Request] = field(default_factory=list)
     refused: int = 0
     num_added: int = 0
+    class_names: tuple[str | None, ...] = (None,)
     _oldest: tuple[Request | None, int, int] = (None, 0, 0)
 
     def random_prompt(self) -> list[int]:
@@ -48,7 +51,9 @@ class Traffic:
         name = f"{self.num_added}"
         self.num_added += 1
         try:
-            self.accepted.append(self.engine.add(name, self.random_prompt(), params=params))
+            service_class = self.chance.choice(self.class_names)
+            request = self.engine.add(name, self.random_prompt(), params=params, service_class=service_class)
+            self.accepted.append(request)
             self.undisturbed.append(self.accepted[-1])
         except (EngineBusy, InvalidRequest):
             self.refused += 1
@@ -73,7 +78,11 @@ class Traffic:
         if self.chance.random() < 0.03:
             self.engine.scheduler.schedule()  # a step whose result is lost
         self.engine.step()
-        self.check_oldest_advances()
+        if len(self.class_names) == 1:
+            self.check_oldest_advances()
+            self.check_overtakes()
+
+    def check_overtakes(self) -> None:
         assert all(request.num_overtakes <= MAX_OVERTAKES for request in self.engine.scheduler.requests())
 
     def check_oldest_advances(self) -> None:
@@ -121,6 +130,54 @@ def test_random_traffic(
         for _ in range(25):
             traffic.step(arrival_rate=(0.5, 0.2, 0.05)[phase], disturb_rate=0.05)
     traffic.finish()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    token_budget=st.sampled_from([1, 2, 5, 16, 64]),
+    max_running=st.integers(1, 9),
+    num_blocks=st.integers(4, 40),
+    caching=st.booleans(),
+    weights=st.tuples(*[st.sampled_from([0.1, 1.0, 5.0])] * 3),
+    seconds=st.sampled_from([0.0, 1.0, 100.0]),
+)
+def test_random_traffic_of_three_classes(
+    seed: int,
+    token_budget: int,
+    max_running: int,
+    num_blocks: int,
+    caching: bool,
+    weights: tuple[float, float, float],
+    seconds: float,
+) -> None:
+    limits = SchedulerLimits(
+        token_budget=token_budget, max_running=max_running, max_queued=20, page_size=4, enable_prefix_caching=caching
+    )
+    table = ClassTable.of(ServiceConfig(enabled=True, weights=weights))
+    engine = MockEngine(limits, num_blocks, table, cost=lambda schedule: seconds)
+    traffic = Traffic(engine, random.Random(seed), class_names=CLASS_NAMES)
+    for phase in range(3):
+        for _ in range(25):
+            traffic.step(arrival_rate=(0.5, 0.2, 0.05)[phase], disturb_rate=0.05)
+    traffic.finish()
+    assert all(request.num_evictions <= 2 for request in traffic.accepted)
+    assert all(request.num_evictions == 0 for request in traffic.accepted if request.rank == 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_long_runs_of_three_classes_under_pressure(seed: int) -> None:
+    limits = SchedulerLimits(token_budget=24, max_running=8, max_queued=40, page_size=4)
+    table = ClassTable.of(ServiceConfig(enabled=True, slo_seconds=(2.0, 10.0, 60.0)))
+    engine = MockEngine(limits, 26, table, cost=lambda schedule: 0.2)
+    traffic = Traffic(engine, random.Random(seed), class_names=CLASS_NAMES)
+    for _ in range(600):
+        traffic.step(arrival_rate=0.35, disturb_rate=0.03)
+    traffic.finish()
+    evictions = [counters.evictions for counters in engine.scheduler.shares.counters]
+    assert evictions[0] == 0 and evictions[2] > 5, "the run was too easy to prove anything"
+    assert sum(evictions) == sum(request.num_evictions for request in traffic.accepted)
+    assert max(request.num_evictions for request in traffic.accepted) == 2
 
 
 @pytest.mark.parametrize("seed", range(4))

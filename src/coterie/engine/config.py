@@ -1,10 +1,15 @@
-"""EngineConfig: what a user may choose about an engine, frozen. `engine/resolve.py` resolves it against a model."""
+"""EngineConfig and ServiceConfig: what a user may choose about an engine, frozen.
+
+`engine/resolve.py` resolves the first against a model; `engine/classes.py` makes shares of the second.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from coterie.engine.messages import ServiceClass
+from coterie.spec.errors import CoterieError
 from coterie.spec.weights import DenseChoice, ExpertsChoice, QuantPlan
 
 
@@ -42,3 +47,26 @@ class EngineConfig:
     def quant(self) -> QuantPlan:
         """The weight formats asked for."""
         return QuantPlan(self.experts, self.attention, self.head, self.group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """Service classes gold, silver and bronze; triples are in that order. Off: one class, and none of this matters.
+
+    default_class: of requests that name none. weights: multiply the classes' own factors 1.8, 1.3 and 1.0. slo_seconds:
+    deadline of the first token; bronze is refused when it cannot be met, the others wait. max_queued: requests of one
+    class that may wait; None takes max_queued_requests for each. Raises CoterieError for values that make no sense.
+    """
+
+    enabled: bool = False
+    default_class: ServiceClass = "silver"
+    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    slo_seconds: tuple[float, float, float] = (2.0, 10.0, 60.0)
+    max_queued: tuple[int | None, int | None, int | None] = (None, None, None)
+
+    def __post_init__(self) -> None:
+        for name, values in (("class weights", self.weights), ("class deadlines", self.slo_seconds)):
+            if not all(1e-3 <= value <= 1e6 for value in values):
+                raise CoterieError(f"{name} must lie between 0.001 and 1000000, got {values}")
+        if not all(cap is None or cap >= 1 for cap in self.max_queued):
+            raise CoterieError(f"a class's queue must have room for at least 1 request, got {self.max_queued}")

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+ServiceClass = Literal["gold", "silver", "bronze"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +56,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
     """Start a sequence. n > 1 is n Adds whose `sample_index` differs; randomness is a function of (seed, sample_index,
-    token index). `want_logits` returns the logits row of every prompt position (Python API, tests)."""
+    token index). `want_logits` returns the logits row of every prompt position (Python API, tests). `service_class`
+    None: the engine has one class only."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -63,6 +65,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     arrival_time: float = 0.0
     sample_index: int = 0
     want_logits: bool = False
+    service_class: ServiceClass | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -95,8 +98,23 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     prefill_seconds: float | None = None
 
 
+class ClassStats(msgspec.Struct, frozen=True, array_like=True):
+    """One service class: sequences now, tokens computed and sequences evicted by a higher class since the start."""
+
+    name: str
+    num_running: int
+    num_waiting: int
+    prompt_tokens: int
+    decode_tokens: int
+    evictions: int
+
+
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """The engine's state after a step: gauges now, counters since the start, seconds per stage."""
+    """The engine's state after a step: gauges now, counters since the start, seconds per stage.
+
+    prefill_rate: prompt tokens per second of late, 0 before any were computed; step_seconds: how long steps with
+    prompts took of late. classes: none if the engine has one class only.
+    """
 
     num_running: int
     num_waiting: int
@@ -109,6 +127,9 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     generation_tokens: int
     steps: int
     stage_seconds: dict[str, float]
+    prefill_rate: float = 0.0
+    step_seconds: float = 0.0
+    classes: tuple[ClassStats, ...] = ()
 
 
 ToEngine = Add | Abort | Drain

@@ -25,9 +25,12 @@ class Request:
     its tokens but the last is decoding: no phase is stored. `num_cached_tokens` came from the prefix cache at the first
     admission.
 
+    `rank`: of its service class, 0 is the highest (`engine/classes.py`).
+
     The scheduler's own: `order` of arrival, `page_keys` (keys of its first full pages), `num_scheduled_tokens` (of the
     step in flight), `num_prompt_rows` (prompt positions whose logits were handed out), `last_turn` (rises
-    with each grant of tokens to anyone), `num_overtakes` (later arrivals admitted before it), `num_preemptions`.
+    with each grant of tokens to anyone), `num_overtakes` (later arrivals admitted before it), `num_preemptions`,
+    `num_evictions` (those of them that a higher class caused).
     """
 
     request_id: str
@@ -38,6 +41,7 @@ class Request:
     sample_index: int = 0
     seed: int = 0
     want_logits: bool = False
+    rank: int = 0
     status: Status = Status.WAITING
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -52,6 +56,7 @@ class Request:
     last_turn: int = -1
     num_overtakes: int = 0
     num_preemptions: int = 0
+    num_evictions: int = 0
 
     def __post_init__(self) -> None:
         if not self.token_ids:

@@ -1,4 +1,4 @@
-"""Scheduler: who computes how many tokens in the next step. No arrays, no model, no clock.
+"""Scheduler: who computes how many tokens in the next step. No arrays, no model, no clock of its own.
 
 One rule: every request has tokens without cache rows; a step gives each some of them under one token budget. Decoding
 is the case of one missing token. Running streams are served first, so that a step's length bounds their gap. What is
@@ -8,21 +8,30 @@ the oldest always advances, equals are served in order, and a short prompt does 
 Memory: a request is admitted when the pool can hold all its known tokens and one more page, besides what the running
 ones still need; growth beyond that may preempt the latest arrival (its tokens are kept and recomputed). A request that
 could not run alone is refused at `add`, so the oldest one can always go on and nothing waits for ever.
+
+Service classes (`engine/classes.py`; one class unless configured): the rules above hold within a class. Each class with
+work is promised its share of the step's tokens, of the rows (requests computed in a step) and of the blocks; what is
+left over goes to the least virtual time. A class that is below its rows may always admit, so up to twice `max_running`
+own blocks while no step computes more than that. Blocks are lent to whoever asks while the others do not wait, and come
+back when their borrower ends, or by eviction for a higher class that has waited half its deadline.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from operator import attrgetter
 
 from coterie.cache.block_pool import BlockKey, BlockPool
 from coterie.cache.prefix_cache import PrefixCache
+from coterie.engine.classes import MAX_CLASS_OVERTAKES, ONE_CLASS, ClassTable, Shares
 from coterie.engine.errors import EngineBusy, InvalidRequest
 from coterie.engine.messages import FinishReason
 from coterie.engine.request import Request, Schedule, ScheduledRequest, Status
+from coterie.engine.room import Room
+from coterie.engine.step import Step
 
 MAX_OVERTAKES = 8
 """Later arrivals that may be admitted before a waiting request; then it is the next one, whatever its length."""
@@ -72,40 +81,25 @@ class Progress:
     stop_token_id: int | None = None
 
 
-@dataclass(slots=True)
-class _Step:
-    """A schedule in the making.
-
-    room: free blocks that no running request has been promised; None when it must be counted again.
-    deferred: waiting requests that wait on, for pages that another is computing just now. refused: no room for them.
-    """
-
-    tokens_left: int
-    room: int | None = None
-    grants: dict[Request, int] = field(default_factory=dict)
-    preempted: list[Request] = field(default_factory=list)
-    deferred: set[Request] = field(default_factory=set)
-    refused: set[Request] = field(default_factory=set)
-
-    def grant(self, request: Request, count: int) -> None:
-        self.grants[request] = self.grants.get(request, 0) + count
-        self.tokens_left -= count
-
-    def revoke(self, request: Request) -> None:
-        self.tokens_left += self.grants.pop(request, 0)
-
-
 class Scheduler:
     """Owns all unfinished requests. Call `schedule`, run it, `update`; `add`, `abort`, `fail` at any time between."""
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool, eos_token_ids: Sequence[int] = ()) -> None:
-        self.limits, self.pool = limits, pool
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        eos_token_ids: Sequence[int] = (),
+        classes: ClassTable = ONE_CLASS,
+    ) -> None:
+        self.limits, self.pool, self.classes = limits, pool, classes
         self.counters = SchedulerCounters()
+        self.shares = Shares(classes, limits.token_budget, limits.max_running)
         self._eos = frozenset(eos_token_ids)
         self._cache = PrefixCache(pool, limits.page_size)
         self._requests: dict[str, Request] = {}
-        self._waiting: list[Request] = []  # both lists are in order of arrival
+        self._queues: list[list[Request]] = [[] for _ in classes.names]  # who waits; all lists are in order of arrival
         self._running: list[Request] = []
+        self._room = Room(pool, limits.page_size, classes, self._running)
         self._claims: dict[BlockKey, Request] = {}  # pages not there yet, and the running request that computes them
         self._next_order = 0
         self._next_turn = 0
@@ -116,7 +110,11 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._queues))
+
+    def num_of_class(self, rank: int) -> tuple[int, int]:
+        """How many requests of a class run and wait."""
+        return sum(request.rank == rank for request in self._running), len(self._queues[rank])
 
     @property
     def has_work(self) -> bool:
@@ -137,7 +135,7 @@ class Scheduler:
         if not request.prompt_token_ids:
             raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
         capacity = self.pool.num_blocks * self.limits.page_size
-        if self._pages(request.max_cache_rows) > self.pool.num_blocks:
+        if self._room.pages(request.max_cache_rows) > self.pool.num_blocks:
             param = "prompt" if request.num_prompt_tokens > capacity else "max_tokens"
             raise InvalidRequest(
                 param,
@@ -148,8 +146,10 @@ class Scheduler:
         if len(self._requests) >= self.limits.max_running + self.limits.max_queued:
             raise EngineBusy(f"{len(self._requests)} requests run or wait, which is the limit; try again later")
         request.order, self._next_order = self._next_order, self._next_order + 1
+        if request.rank not in (busy := self._busy()):
+            self.shares.begin(request.rank, busy)
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._queues[request.rank].append(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, wherever it is; None if it is unknown or has finished."""
@@ -167,14 +167,16 @@ class Scheduler:
         request.error = reason
         self._finish(request, "error")
 
-    def schedule(self) -> Schedule:
-        """Decide the next step, allocating the blocks that it writes. Empty only when there is no work."""
+    def schedule(self, now: float = 0.0) -> Schedule:
+        """Decide the next step, allocating the blocks that it writes. Empty only when there is no work.
+
+        `now`: seconds on the clock of the requests' arrival times.
+        """
         self._abandon_step()
+        self._room.forget()
         self.counters.steps += 1
-        step = _Step(self.limits.token_budget)
-        self._grant_decodes(step, keep=self._prompt_floor())
-        self._grant_prompts(step)
-        self._grant_decodes(step, keep=0)
+        step = Step(now, self.limits.token_budget, self.limits.max_running)
+        self._share_out(step)
         for request in step.grants:
             request.last_turn, self._next_turn = self._next_turn, self._next_turn + 1
         entries = []
@@ -210,46 +212,79 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block and every request is where it should be."""
         self.pool.check_integrity([request.block_ids for request in self._running])
-        for queue, status in ((self._waiting, Status.WAITING), (self._running, Status.RUNNING)):
+        for queue, status in (*((queue, Status.WAITING) for queue in self._queues), (self._running, Status.RUNNING)):
             assert all(request.status is status for request in queue), f"a request in the {status.name} list is not"
             assert all(a.order < b.order for a, b in pairwise(queue)), "arrival order is broken"
-        members = {id(request) for request in (*self._waiting, *self._running)}
+        waiting = [request for queue in self._queues for request in queue]
+        members = {id(request) for request in (*waiting, *self._running)}
         assert members == {id(request) for request in self._requests.values()}, "a request is lost or kept too long"
-        assert len(self._waiting) + len(self._running) == len(self._requests), "a request is queued twice"
-        assert len(self._running) <= self.limits.max_running, "too many requests run"
-        for request in self._waiting:
+        assert len(waiting) + len(self._running) == len(self._requests), "a request is queued twice"
+        lent = 0 if len(self.classes) == 1 else sum(self.shares.rows)
+        assert len(self._running) <= self.limits.max_running + lent, "too many requests run"
+        for rank, queue in enumerate(self._queues):
+            assert all(request.rank == rank for request in queue), "a request waits in another class"
+        for request in waiting:
             assert not request.block_ids and not request.num_computed_tokens, "a waiting request owns blocks"
         for request in self._running:
             rows = request.num_computed_tokens + request.num_scheduled_tokens
-            assert len(request.block_ids) == self._pages(rows), f"{request.request_id} owns too many or too few blocks"
+            assert len(request.block_ids) == self._room.pages(rows), f"{request.request_id} owns too many or few blocks"
             assert rows <= request.num_tokens, f"{request.request_id} computed tokens that it does not have"
         assert all(owner.status is Status.RUNNING for owner in self._claims.values()), "a claim outlived its owner"
 
     # Giving out tokens
 
-    def _prompt_floor(self) -> int:
-        """Tokens kept from decode rows while prompts wait; with a tiny budget they take turns."""
-        can_admit = self._waiting and len(self._running) < self.limits.max_running
-        if not can_admit and all(request.num_uncomputed_tokens == 1 for request in self._running):
-            return 0
-        return max(self.limits.token_budget // 4, self.counters.steps & 1)
+    def _busy(self) -> list[int]:
+        """Classes that have requests, by rank."""
+        if len(self.classes) == 1:
+            return [0]
+        running = {request.rank for request in self._running}
+        return [rank for rank, queue in enumerate(self._queues) if queue or rank in running]
 
-    def _grant_decodes(self, step: _Step, *, keep: int) -> None:
+    def _share_out(self, step: Step) -> None:
+        """Give each class with work what it is promised, then what is left to the least virtual times."""
+        hungry = busy = self._busy()
+        if len(busy) > 1:
+            for rank in busy:
+                self._grant_class(rank, self.shares.tokens[rank], self.shares.rows[rank], step)
+        step.lends = True
+        while step.tokens and step.rows and hungry:
+            turns = self.shares.split(step.tokens, hungry)
+            hungry = [rank for rank, tokens in turns if self._grant_class(rank, tokens, step.rows, step)]
+        if len(self.classes) > 1:
+            self.shares.charge(step.served(len(self.classes)), busy)
+
+    def _grant_class(self, rank: int, tokens: int, rows: int, step: Step) -> bool:
+        """Give a class up to so many tokens and rows; whether it used all the tokens and might take more."""
+        step.begin_turn(rank, tokens, rows)
+        self._grant_decodes(step, keep=self._prompt_floor(step))
+        self._grant_prompts(step)
+        self._grant_decodes(step, keep=0)
+        return not step.tokens_left
+
+    def _prompt_floor(self, step: Step) -> int:
+        """Tokens kept from decode rows while prompts wait; with a tiny budget they take turns."""
+        can_admit = self._queues[step.rank] and self._may_admit(step.rank, lends=step.lends)
+        if not can_admit and all(r.num_uncomputed_tokens == 1 for r in self._running if r.rank == step.rank):
+            return 0
+        return max(step.tokens_left // 4, self.counters.steps & 1)
+
+    def _grant_decodes(self, step: Step, *, keep: int) -> None:
         """One token for each running request that lacks only one; who waited longest first if they are too many."""
-        ready = [r for r in self._running if r.num_uncomputed_tokens == 1 and r not in step.grants]
-        if len(ready) > step.tokens_left - keep:
+        rank, grants = step.rank, step.grants
+        ready = [r for r in self._running if r.num_uncomputed_tokens == 1 and r.rank == rank and r not in grants]
+        if len(ready) > min(step.tokens_left - keep, step.rows_left):
             ready.sort(key=lambda request: (request.last_turn, request.order))
         for request in ready:
-            if step.tokens_left <= keep:
+            if step.tokens_left <= keep or step.rows_left <= (keep > 0):
                 return
             if request.status is Status.RUNNING and self._reserve(request, request.num_tokens, step):
                 step.grant(request, 1)
 
-    def _grant_prompts(self, step: _Step) -> None:
+    def _grant_prompts(self, step: Step) -> None:
         """Half of what is left to the oldest prompt, the rest by how little is missing; see the top of the file."""
-        prompts = [request for request in self._running if request.num_uncomputed_tokens > 1]
-        if len(self._running) < self.limits.max_running:
-            prompts += islice(self._waiting, ADMISSION_WINDOW)
+        prompts = [r for r in self._running if r.num_uncomputed_tokens > 1 and r.rank == step.rank]
+        if self._may_admit(step.rank, lends=step.lends):
+            prompts += islice(self._queues[step.rank], ADMISSION_WINDOW)
             prompts.sort(key=attrgetter("order"))
         share = -(-step.tokens_left // 2) if len(prompts) > 1 else step.tokens_left
         if not share or not any(self._grant_chunk(request, share, step) for request in prompts):
@@ -261,15 +296,17 @@ class Scheduler:
                 return
             self._grant_chunk(request, step.tokens_left, step)
 
-    def _grant_chunk(self, request: Request, limit: int, step: _Step) -> bool:
+    def _grant_chunk(self, request: Request, limit: int, step: Step) -> bool:
         """Give a prompt up to `limit` more tokens, admitting it if it waits; False if it gets none."""
-        if request in step.preempted or (request.status is Status.WAITING and not self._admit(request, step)):
+        if request in step.preempted or not (step.rows_left or request in step.grants):
+            return False
+        if request.status is Status.WAITING and not self._admit(request, step):
             return False
         start = request.num_computed_tokens + step.grants.get(request, 0)
         wanted = min(limit, request.num_tokens - start)
         if wanted < 1 or not self._reserve(request, start + 1, step):
             return False
-        rows = (len(request.block_ids) + self.pool.num_free) * self.limits.page_size
+        rows = (len(request.block_ids) + self._room.for_growth(request)) * self.limits.page_size
         end = min(start + wanted, rows)
         self._reserve(request, end, step)
         step.grant(request, end - start)
@@ -282,12 +319,19 @@ class Scheduler:
         waits = request.status is Status.WAITING
         return waits and (request.num_preemptions > 0 or request.num_overtakes >= MAX_OVERTAKES)
 
-    def _admit(self, request: Request, step: _Step) -> bool:
+    def _may_admit(self, rank: int, *, lends: bool = True) -> bool:
+        """Whether another request of a class may own blocks: there is a row to lend, or the class is below its own."""
+        if lends and len(self._running) < self.limits.max_running:
+            return True
+        return len(self.classes) > 1 and self.num_of_class(rank)[0] < self.shares.rows[rank]
+
+    def _admit(self, request: Request, step: Step) -> bool:
         """Move a waiting request to the running ones, on its cached prefix, if it is its turn and there is room."""
-        if len(self._running) >= self.limits.max_running or request in step.deferred or request in step.refused:
+        if not self._may_admit(request.rank, lends=step.lends) or request in step.deferred or request in step.refused:
             return False
-        head = next(waiting for waiting in self._waiting if waiting not in step.deferred)
-        if request is not head and self._is_due(head):
+        queue = self._queues[request.rank]
+        head = next(waiting for waiting in queue if waiting not in step.deferred)
+        if (request is not head and self._is_due(head)) or self._elder_waits(request):
             return False
         reads_cache = self.limits.enable_prefix_caching and not request.needs_prompt_rows
         blocks = self._cache.match(request.token_ids, request.page_keys) if reads_cache else []
@@ -299,8 +343,9 @@ class Scheduler:
             return False
         if request is not head:
             head.num_overtakes += 1
+        self._note_overtaken(request, step)
         self.pool.share(blocks)
-        self._waiting.remove(request)
+        queue.remove(request)
         insort(self._running, request, key=attrgetter("order"))
         request.status, request.block_ids = Status.RUNNING, blocks
         request.num_computed_tokens = len(blocks) * self.limits.page_size
@@ -311,52 +356,67 @@ class Scheduler:
         self._claim_pages(request)
         return True
 
-    def _take_room(self, request: Request, blocks: list[int], step: _Step) -> bool:
-        """Promise a request the blocks it lacks for its known tokens and one page more; False if there are too few."""
-        if step.room is None:
-            promised = sum(self._missing_pages(running, len(running.block_ids)) for running in self._running)
-            step.room = self.pool.num_free - promised
-        unowned = sum(self.pool.ref_count(block) == 0 for block in blocks)
-        needed = self._missing_pages(request, len(blocks)) + unowned
-        if needed > step.room:
-            return False
-        step.room -= needed
-        return True
+    def _heads_elsewhere(self, request: Request) -> list[Request]:
+        """First waiting requests of the other classes that arrived before `request`."""
+        heads = (queue[0] for rank, queue in enumerate(self._queues) if queue and rank != request.rank)
+        return [head for head in heads if head.order < request.order]
 
-    def _missing_pages(self, request: Request, owned: int) -> int:
-        wanted = min(self._pages(request.num_tokens) + 1, self._pages(request.max_cache_rows))
-        return max(wanted - owned, 0)
+    def _elder_waits(self, request: Request) -> bool:
+        """Whether another class's request has been passed over so often that nobody may go before it."""
+        return any(head.num_overtakes >= MAX_CLASS_OVERTAKES for head in self._heads_elsewhere(request))
 
-    def _reserve(self, request: Request, rows: int, step: _Step) -> bool:
-        """Let a request own blocks for its first `rows` rows, preempting later arrivals if it must.
+    def _note_overtaken(self, request: Request, step: Step) -> None:
+        for head in self._heads_elsewhere(request):
+            head.num_overtakes += head in step.refused
 
-        False if it is the latest itself: it keeps what it has and waits. The oldest is never refused.
+    # Blocks
+
+    def _take_room(self, request: Request, blocks: list[int], step: Step) -> bool:
+        """Promise a request the blocks it lacks, evicting lower classes if it is time; False if there are too few."""
+        room = self._room
+        needed = room.needed(request, blocks)
+        claimants = (rank for rank, queue in enumerate(self._queues) if queue and self._may_admit(rank))
+        if needed <= room.free - room.owed(request, needed, claimants):
+            return room.take(request, needed)
+        victims = room.lenders(request, needed - room.free, step.now)
+        for victim in victims:
+            self._preempt(victim, step, by=request)
+        return bool(victims) and room.take(request, room.needed(request, blocks))
+
+    def _reserve(self, request: Request, rows: int, step: Step) -> bool:
+        """Let a request own blocks for its first `rows` rows, preempting lower classes and later arrivals if it must.
+
+        False if it is the last itself: it keeps what it has and waits. The oldest of the highest class waits for nobody
+        but requests that may not be preempted any more, and those have all they need.
         """
-        missing = self._pages(rows) - len(request.block_ids)
-        while missing > self.pool.num_free:
-            victim = self._running[-1]
-            if victim is request:
+        missing = self._room.pages(rows) - len(request.block_ids)
+        while missing > 0 and missing > self._room.for_growth(request):
+            victim = self._room.latest_after(request)
+            if victim is None:
                 return False
-            self._preempt(victim, step)
+            self._preempt(victim, step, by=request)
         if missing > 0:
             blocks = self.pool.allocate(missing)
             assert blocks is not None
             request.block_ids += blocks
         return True
 
-    def _preempt(self, victim: Request, step: _Step) -> None:
+    def _preempt(self, victim: Request, step: Step, by: Request) -> None:
         step.revoke(victim)
-        step.room = None
+        self._room.forget()
         step.preempted.append(victim)
         self._running.remove(victim)
         self._release(victim)
         victim.status, victim.num_computed_tokens = Status.WAITING, 0
         victim.num_preemptions += 1
         self.counters.preemptions += 1
-        insort(self._waiting, victim, key=attrgetter("order"))
+        if victim.rank > by.rank:
+            victim.num_evictions += 1
+            self.shares.counters[victim.rank].evictions += 1
+        insort(self._queues[victim.rank], victim, key=attrgetter("order"))
 
     def _finish(self, request: Request, reason: FinishReason | None) -> None:
-        (self._running if request.status is Status.RUNNING else self._waiting).remove(request)
+        (self._running if request.status is Status.RUNNING else self._queues[request.rank]).remove(request)
         self._release(request)
         del self._requests[request.request_id]
         request.status, request.finish_reason = Status.FINISHED, reason
@@ -373,21 +433,22 @@ class Scheduler:
         """Take back the blocks of a step that was scheduled but never recorded."""
         for request in self._running:
             if request.num_scheduled_tokens:
-                kept = self._pages(request.num_computed_tokens)
+                kept = self._room.pages(request.num_computed_tokens)
                 self.pool.free(request.block_ids[kept:])
                 del request.block_ids[kept:]
                 request.num_scheduled_tokens = 0
 
-    def _pages(self, rows: int) -> int:
-        return -(-rows // self.limits.page_size)
-
     # Prefix pages
 
     def _next_page_is_claimed(self, request: Request, num_pages: int) -> bool:
-        """Whether the first page that a request misses is being computed by another: waiting a step saves the work."""
+        """Whether the first page that a request misses is being computed by another: waiting a step saves the work.
+
+        Nobody waits for a lower class, which may be slow.
+        """
         if num_pages >= self._cache.max_reusable_pages(request.num_tokens):
             return False
-        return request.page_keys[num_pages] in self._claims
+        owner = self._claims.get(request.page_keys[num_pages])
+        return owner is not None and owner.rank <= request.rank
 
     def _claim_pages(self, request: Request) -> None:
         if not self.limits.enable_prefix_caching:
