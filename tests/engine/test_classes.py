@@ -1,4 +1,4 @@
-"""Service classes as arithmetic: shares, reservations, virtual times. Properties hold for any weights and any traffic."""
+"""Service classes as arithmetic: shares, reservations, virtual times. Properties hold for any weights and traffic."""
 
 from __future__ import annotations
 

@@ -461,7 +461,7 @@ def test_death_of_the_engine_reaches_every_caller(folder: Path) -> None:
         tasks = [asyncio.create_task(engine.generate(PROMPT, params(100))) for _ in range(3)]
         await asyncio.sleep(0.02)
 
-        def broken() -> None:
+        def broken(now: float) -> None:
             raise AssertionError("books do not add up")
 
         core.scheduler.schedule = broken  # type: ignore[assignment, method-assign]
@@ -521,7 +521,8 @@ def test_launch_on_a_real_model(tiny_folder: Path, own_process: bool) -> None:
 
     async def main() -> list[int]:
         log = Log()
-        engine = AsyncEngine.launch(str(tiny_folder), config, "tiny", observer=log, own_process=own_process)
+        engine = AsyncEngine.launch(str(tiny_folder), config, "tiny", own_process=own_process)
+        engine.observer = log
         assert (engine.model_name, engine.max_model_len, engine.spec.vocab_size) == ("tiny", 64, 264)
         assert {choice.what for choice in engine.report} >= {"backend", "isa", "threads", "weights", "kv_cache_tokens"}
         assert engine.tokenizer is not None and engine.is_ready()

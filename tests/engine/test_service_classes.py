@@ -280,7 +280,7 @@ def test_equal_texts_do_not_depend_on_the_class() -> None:
 
 
 def test_isolate_gold_keeps_its_latency_beside_twice_the_capacity_of_bronze() -> None:
-    """Reading the weights dominates a step: the budget was chosen so that a full one is little longer than an empty one.
+    """Reading the weights dominates a step: the budget was chosen so that a full one is little longer than an empty.
 
     Bronze is kept waiting, which is what its door leaves of any load above the capacity. Where tokens dominate a step,
     gold's steps beside bronze are longer in proportion, and only a smaller budget helps.

@@ -20,9 +20,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from coterie.engine.admission import Door
-from coterie.engine.config import EngineConfig
+from coterie.engine.config import NO_CLASSES, EngineConfig
 from coterie.engine.errors import EngineBusy
-from coterie.engine.messages import SamplingParams, Stats, TokenLogprob
+from coterie.engine.messages import SamplingParams, ServiceClass, Stats, TokenLogprob
 from coterie.engine.output import ChoiceDelta, PromptInfo
 from coterie.engine.tokenizer import BYTE_ALPHABET
 from coterie.observe.requests import RequestObserver
@@ -105,10 +105,11 @@ class MockEngine:
         self.spec = SimpleNamespace(vocab_size=VOCAB)
         self.tokenizer: Any = ByteTokenizer() if tokenizer == "bytes" else tokenizer
         self.max_model_len = CONTEXT
-        self.config = EngineConfig()
+        self.config, self.service = EngineConfig(), NO_CLASSES
         self.observer = RequestObserver()
         self.script = script or say("Hello")
         self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.classes: list[ServiceClass | None] = []
         self.started: list[str] = []
         self.finished: list[str] = []
         self.aborted: list[str] = []
@@ -118,8 +119,16 @@ class MockEngine:
         self.now: Stats | None = Stats(0, 0, 0.0, 10, 0, 0, 0, 0, 0, 0, {"attention": 1.5})
         self._door = Door(vocab_size=VOCAB, max_model_len=CONTEXT, max_running=8, max_queued=8, has_text=True)
 
-    def stream(self, prompt: list[int], params: SamplingParams, *, request_id: str | None = None) -> MockStream:
+    def stream(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        service_class: ServiceClass | None = None,
+    ) -> MockStream:
         assert request_id is not None and request_id not in self.started
+        self.classes.append(service_class)
         return MockStream(self, request_id, prompt, params)
 
     def start(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[Item]:

@@ -31,7 +31,9 @@ def server(tmp_path_factory):
     )  # fmt: skip
 
     def launch(observer):
-        return AsyncEngine.launch(str(folder), config, "tiny", observer=observer)
+        engine = AsyncEngine.launch(str(folder), config, "tiny")
+        engine.observer = observer
+        return engine
 
     running = Live(launch, metrics_compat="vllm", max_choices=16)
     running.start()

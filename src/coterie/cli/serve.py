@@ -23,11 +23,12 @@ from coterie.cli.common import (
     error_console,
     model_folder,
 )
+from coterie.cli.service import SERVICE_OPTIONS, checked_key, read_keys, service_config
+from coterie.engine.config import NO_CLASSES, ServiceConfig
 from coterie.engine.frontend import AsyncEngine
 from coterie.observe.requests import RequestObserver
 from coterie.server.config import ServerConfig
 from coterie.server.run import serve as run_server
-from coterie.spec.errors import CoterieError
 
 SERVER = ServerConfig()
 PROMPT = "To be, or not"
@@ -42,8 +43,8 @@ SERVER_OPTIONS: tuple[Decorator, ...] = (
     click.option("--port", type=click.IntRange(0, 65535), default=SERVER.port, show_default=True,
                  help="0 takes a free one."),
     click.option("--api-key", help="Key that clients must send."),
-    click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False),
-                 help="File that holds the key, which keeps it out of the process list."),
+    click.option("--api-key-file", "key_table", type=click.Path(exists=True, dir_okay=False),
+                 help="File of keys, one a line, a service class behind each if they differ."),
     click.option("--served-model-name", "--alias", "served_model_name",
                  help="Name that clients use. [default: the folder's]"),
     click.option("--chat-template", type=click.Path(exists=True, dir_okay=False),
@@ -83,7 +84,7 @@ SERVER_OPTIONS: tuple[Decorator, ...] = (
 
 def server_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add the server's flags to a command."""
-    for option in reversed(SERVER_OPTIONS):
+    for option in reversed(SERVER_OPTIONS + SERVICE_OPTIONS):
         function = option(function)
     return function
 
@@ -98,13 +99,14 @@ def serve(**values: Any) -> None:
     coterie serve
     coterie serve ./DeepSeek-V2-Lite --port 9000 --max-model-len 8192
     """
-    folder, config, server = model_folder(values), engine_config(values), server_config(values)
+    folder, config, service = model_folder(values), engine_config(values), service_config(values)
+    server = server_config(values, service)
     log_to_stderr(values["log_level"])
     launched: list[AsyncEngine] = []
 
     def launch(observer: RequestObserver) -> AsyncEngine:
         with LoadProgress(error_console()) as progress:
-            engine = AsyncEngine.launch(folder, config, server.served_model_name, progress)
+            engine = AsyncEngine.launch(folder, config, server.served_model_name, progress, service=service)
         for line in report_lines(engine):
             logger.info(line)
         engine.observer = observer
@@ -119,7 +121,7 @@ def serve(**values: Any) -> None:
         hints = ready_text(
             f"{url}/v1",
             engine.model_name,
-            needs_key=server.api_key is not None,
+            needs_key=bool(server.keys),
             takes_text=engine.tokenizer is not None,
         )
         click.echo(hints)
@@ -139,25 +141,15 @@ def log_to_stderr(level: str) -> None:
     logging.getLogger("coterie").setLevel(level.upper())
 
 
-def server_config(values: Mapping[str, Any]) -> ServerConfig:
+def server_config(values: Mapping[str, Any], service: ServiceConfig = NO_CLASSES) -> ServerConfig:
     """Build the ServerConfig from a command's values; what has no flag keeps its default."""
-    names = {field.name for field in fields(ServerConfig)}
+    names = {field.name for field in fields(ServerConfig)} - {"key_table"}
     config = ServerConfig(**{name: value for name, value in values.items() if name in names})
-    if values["api_key_file"] is None:
+    if values["key_table"] is None:
         return config if config.api_key is None else replace(config, api_key=checked_key(config.api_key, "--api-key"))
-    if values["api_key"] is not None:
+    if config.api_key is not None:
         raise click.UsageError("give --api-key or --api-key-file, not both")
-    path = Path(values["api_key_file"])
-    return replace(config, api_key=checked_key(path.read_text(encoding="utf-8", errors="replace").strip(), str(path)))
-
-
-def checked_key(key: str, where: str) -> str:
-    """Return the key, or raise: an empty one protects nothing, and a header can carry visible ASCII only."""
-    if not key:
-        raise CoterieError(f"{where} is empty; it must hold the API key")
-    if not all("!" <= character <= "~" for character in key):
-        raise CoterieError(f"{where} holds a character that no header can carry; use visible ASCII without spaces")
-    return key
+    return replace(config, key_table=read_keys(Path(values["key_table"]), service))
 
 
 def ready_text(base_url: str, model: str, *, needs_key: bool, takes_text: bool = True) -> str:

@@ -1,20 +1,27 @@
-"""Door: what a request must satisfy before the engine hears of it, bound to one engine's limits. No state."""
+"""Door: what a request must satisfy before the engine hears of it, bound to one engine's limits. No state.
+
+Whether there is room for one more is `engine/queue_door.py`'s.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from coterie.engine.build import EngineInfo
+from coterie.engine.classes import ClassTable
+from coterie.engine.config import NO_CLASSES, ServiceConfig
 from coterie.engine.errors import InvalidRequest
 from coterie.engine.grammar_check import GrammarCheck
 from coterie.engine.messages import SamplingParams
+from coterie.engine.queue_door import QueueDoor
 from coterie.engine.sampling_params import validate, validate_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """`max_running` and `max_queued` count sequences (choices). `has_text`: there is a tokenizer, so stops can work.
-    `has_end`: there is an end token as well, so grammars can."""
+    """`max_running` and `max_queued` count sequences (choices); the latter holds for each class that has no bound of
+    its own. `has_text`: there is a tokenizer, so stops can work. `has_end`: there is an end token as well, so grammars
+    can."""
 
     vocab_size: int
     max_model_len: int
@@ -23,6 +30,7 @@ class Door:
     has_text: bool
     has_end: bool = False
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
+    service: ServiceConfig = NO_CLASSES
 
     @classmethod
     def of(cls, info: EngineInfo) -> Door:
@@ -34,12 +42,19 @@ class Door:
             max_queued=info.config.max_queued_requests,
             has_text=info.files.tokenizer is not None,
             has_end=info.files.tokenizer is not None and bool(info.files.eos_token_ids),
+            service=info.service,
         )
 
     @property
     def max_sequences(self) -> int:
-        """Sequences that may run or wait together."""
+        """Sequences that may run or wait together, of a class that has no bound of its own."""
         return self.max_running + self.max_queued
+
+    def queue_door(self) -> QueueDoor:
+        """A door for each class's queue."""
+        caps = self.service.max_queued if self.service.enabled else (None,)
+        places = tuple(self.max_running + (self.max_queued if cap is None else cap) for cap in caps)
+        return QueueDoor(ClassTable.of(self.service), places, self.max_running)
 
     def check(self, prompt: list[int], params: SamplingParams, *, want_logits: bool = False) -> SamplingParams:
         """Return the parameters in normal form, or raise `InvalidRequest` that names the field."""

@@ -13,7 +13,8 @@ from typing import Any
 from coterie.cache.block_pool import BlockPool
 from coterie.cache.streams import PagedCache
 from coterie.comm.transport import LocalTransport
-from coterie.engine.config import EngineConfig
+from coterie.engine.classes import ClassTable
+from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.core import EngineCore
 from coterie.engine.grammar import Grammars
 from coterie.engine.memory import available_memory
@@ -68,13 +69,14 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a front end must know of an engine. `load_lines`: the loader's report."""
+    """What a front end must know of an engine. `load_lines`: the loader's report. `service`: its service classes."""
 
     files: ModelFiles
     config: EngineConfig
     max_model_len: int
     report: tuple[Choice, ...]
     load_lines: tuple[str, ...] = ()
+    service: ServiceConfig = NO_CLASSES
 
 
 def open_model(source: ModelSource, *, strict: bool = False) -> ModelFiles:
@@ -104,6 +106,7 @@ def build_engine(
     progress: Progress | None = None,
     *,
     record_experts: bool = False,
+    service: ServiceConfig = NO_CLASSES,
 ) -> tuple[EngineCore, EngineInfo]:
     """Load a model and make its engine. Raises `CoterieError` for whatever cannot be run, with the numbers.
 
@@ -120,11 +123,11 @@ def build_engine(
     limits = SchedulerLimits(
         token_budget=config.chunked_prefill_size,
         max_running=config.max_running_requests,
-        max_queued=config.max_running_requests + config.max_queued_requests,
+        max_queued=_queued(config, service),
         page_size=config.page_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    scheduler = Scheduler(limits, BlockPool(resolved.num_blocks), files.eos_token_ids)
+    scheduler = Scheduler(limits, BlockPool(resolved.num_blocks), files.eos_token_ids, ClassTable.of(service))
     sampler = Sampler(files.eos_token_ids, files.num_generated_ids)
     core = EngineCore(
         scheduler,
@@ -135,7 +138,14 @@ def build_engine(
         grammars=files.grammars(),
     )
     report = (*chosen, *weight_choices(loaded, config, kernels), *resolved.report, *_notes(spec))
-    return core, EngineInfo(files, config, resolved.max_model_len, report, tuple(loaded.report.lines()))
+    return core, EngineInfo(files, config, resolved.max_model_len, report, tuple(loaded.report.lines()), service)
+
+
+def _queued(config: EngineConfig, service: ServiceConfig) -> int:
+    """More than the front end's door lets in, as it hears of ends later than the engine."""
+    caps = service.max_queued if service.enabled else (None,)
+    each = (config.max_queued_requests if cap is None else cap for cap in caps)
+    return sum(config.max_running_requests + cap for cap in each)
 
 
 def _load(files: ModelFiles, config: EngineConfig, kernels: Kernels, progress: Progress | None) -> LoadedWeights:

@@ -106,7 +106,7 @@ class Shares:
                 self.times[rank] = max(self.times[rank], least)
 
     def split(self, tokens: int, ranks: Sequence[int]) -> list[tuple[int, int]]:
-        """Divide tokens among classes so that the least virtual times rise together: (rank, tokens), the least first."""
+        """Divide tokens among classes so that the least virtual times rise together: (rank, tokens) by those times."""
         order = sorted(ranks, key=lambda rank: (self.times[rank], rank))
         weight = filled = level = 0.0
         for position, rank in enumerate(order):

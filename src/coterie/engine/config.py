@@ -70,3 +70,7 @@ class ServiceConfig:
                 raise CoterieError(f"{name} must lie between 0.001 and 1000000, got {values}")
         if not all(cap is None or cap >= 1 for cap in self.max_queued):
             raise CoterieError(f"a class's queue must have room for at least 1 request, got {self.max_queued}")
+
+
+NO_CLASSES = ServiceConfig()
+"""One class for everybody."""

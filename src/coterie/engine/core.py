@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from coterie.engine.batch import logit_owners, make_batch
 from coterie.engine.grammar import Grammars, GrammarThread
-from coterie.engine.messages import Add, Output, Stats, TokenLogprob
+from coterie.engine.messages import Add, ClassStats, Output, Stats, TokenLogprob
+from coterie.engine.pace import Pace
 from coterie.engine.prompt_rows import PromptRows
 from coterie.engine.request import Request, Schedule, ScheduledRequest
 from coterie.engine.runner import ModelRunner
@@ -61,6 +62,7 @@ class EngineCore:
         self._prompt_rows: dict[str, PromptRows] = {}
         self._started: dict[str, float] = {}  # when a sequence that has said nothing yet was first computed
         self._news: list[Output] = []
+        self._pace = Pace()
 
     @property
     def has_work(self) -> bool:
@@ -80,6 +82,7 @@ class EngineCore:
             sample_index=message.sample_index,
             seed=params.seed or 0,
             want_logits=message.want_logits,
+            rank=self.scheduler.classes.rank(message.service_class),
         )
         if params.grammar is None:
             self._queue(request)
@@ -117,7 +120,9 @@ class EngineCore:
         if self._grammars:
             self._take_compiled(self._grammars)
         if self.scheduler.has_work:
-            schedule = self.scheduler.schedule()
+            began = time.monotonic()
+            schedule = self.scheduler.schedule(began)
+            self._pace.begin(schedule)
             self._note_starts(schedule)
             rows = self._gather_prompt_rows(self._run(schedule))
             sampled = self._sample(rows)
@@ -125,6 +130,7 @@ class EngineCore:
             tokens = {request_id: [token.token_id] for request_id, token in sampled.items()}
             for progress in self.scheduler.update(schedule, tokens):
                 self._report(progress, sampled.get(progress.request.request_id))
+            self._pace.end(time.monotonic() - began)
         news, self._news = self._news, []
         return news
 
@@ -143,6 +149,18 @@ class EngineCore:
             generation_tokens=counters.generation_tokens,
             steps=counters.steps,
             stage_seconds=self._timer.seconds(),
+            prefill_rate=self._pace.prefill_rate,
+            step_seconds=self._pace.step_seconds,
+            classes=self._class_stats(),
+        )
+
+    def _class_stats(self) -> tuple[ClassStats, ...]:
+        scheduler = self.scheduler
+        if len(scheduler.classes) == 1:
+            return ()
+        return tuple(
+            ClassStats(name, *scheduler.num_of_class(rank), count.prompt_tokens, count.decode_tokens, count.evictions)
+            for rank, (name, count) in enumerate(zip(scheduler.classes.names, scheduler.shares.counters, strict=True))
         )
 
     def check_integrity(self) -> None:

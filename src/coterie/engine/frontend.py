@@ -12,13 +12,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from coterie.engine.admission import Door
 from coterie.engine.build import EngineInfo, Progress, build_engine, open_model
-from coterie.engine.config import EngineConfig
+from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.errors import EngineDead
-from coterie.engine.messages import Drain, FromEngine, SamplingParams, Stats, ToEngine
+from coterie.engine.messages import Drain, FromEngine, SamplingParams, ServiceClass, Stats, ToEngine
 from coterie.engine.output import RequestOutput, RequestTimes
 from coterie.engine.process import start_process
 from coterie.engine.tracker import News, TrackedRequest, Tracker, collect, nobody_waits
@@ -35,6 +35,13 @@ SILENCE_SECONDS = 120.0
 """A busy engine that says nothing for so long is taken for dead by `is_alive`."""
 
 
+class Name(NamedTuple):
+    """What a request is called and to which class it belongs; None is a fresh id, and the default class."""
+
+    request_id: str | None = None
+    service_class: ServiceClass | None = None
+
+
 class RequestStream:
     """News of one request: a PromptInfo, then the deltas of its choices. Closing or dropping it aborts the request.
 
@@ -42,11 +49,9 @@ class RequestStream:
     Or, for readers of many streams, without a task for each: `start` it and `take` what there is whenever it wakes.
     """
 
-    def __init__(
-        self, engine: AsyncEngine, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, prompt_token_ids: list[int], params: SamplingParams, name: Name) -> None:
         self.request: TrackedRequest | None = None
-        self._engine, self._prompt, self._params, self._id = engine, prompt_token_ids, params, request_id
+        self._engine, self._prompt, self._params, self._name = engine, prompt_token_ids, params, name
         self._event = asyncio.Event()
         self._closed = False
 
@@ -76,7 +81,7 @@ class RequestStream:
         Raises InvalidRequest, EngineBusy or EngineDead; then nothing runs.
         """
         await self._engine._try_grammar(self._params)
-        self.request = self._engine._start(self._prompt, self._params, self._id, wake)
+        self.request = self._engine._start(self._prompt, self._params, self._name, wake)
 
     def take(self) -> list[News]:
         """All news since the last call, in order; none after closing. Raises EngineDead once the engine is gone."""
@@ -121,7 +126,7 @@ class AsyncEngine:
     def __init__(self, info: EngineInfo, model_name: str) -> None:
         self.model_name = model_name
         self.spec, self.tokenizer = info.files.spec, info.files.tokenizer
-        self.config, self.max_model_len = info.config, info.max_model_len
+        self.config, self.service, self.max_model_len = info.config, info.service, info.max_model_len
         self.report: tuple[Choice, ...] = info.report
         self.load_lines = info.load_lines
         self._tracker = Tracker(Door.of(info), self.tokenizer, seed=self.config.seed)
@@ -141,7 +146,7 @@ class AsyncEngine:
         served_model_name: str | None = None,
         progress: Progress | None = None,
         *,
-        observer: RequestObserver | None = None,
+        service: ServiceConfig = NO_CLASSES,
         own_process: bool = False,
     ) -> AsyncEngine:
         """Load a model (None: the shipped one) and start its engine on a thread, or in a process of its own.
@@ -152,17 +157,16 @@ class AsyncEngine:
         name = served_model_name or Path(path).resolve().name
         if own_process:
             files = open_model(path, strict=config.strict)
-            started = start_process(path, config, progress)
-            report = tuple(Choice(*line) for line in started.ready.report)
-            info = EngineInfo(files, config, started.ready.max_model_len, report, tuple(started.ready.load_lines))
+            started = start_process(path, config, progress, service)
+            ready = started.ready
+            report = tuple(Choice(*line) for line in ready.report)
+            info = EngineInfo(files, config, ready.max_model_len, report, tuple(ready.load_lines), service)
             engine = cls(info, name)
             engine.connect(started.listen(*engine.callbacks()))
         else:
-            core, info = build_engine(path, config, progress)
+            core, info = build_engine(path, config, progress, service=service)
             engine = cls(info, name)
             engine.connect(start_thread(core, *engine.callbacks()))
-        if observer is not None:
-            engine.observer = observer
         return engine
 
     def callbacks(self) -> tuple[Deliver, Closed]:
@@ -185,13 +189,18 @@ class AsyncEngine:
     # Requests
 
     def stream(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        service_class: ServiceClass | None = None,
     ) -> RequestStream:
         """The news of a new request: `async for`, and close it.
 
         Its first `__anext__` starts it, or raises `InvalidRequest`, `EngineBusy` or `EngineDead`; then nothing runs.
         """
-        return RequestStream(self, list(prompt_token_ids), params, request_id)
+        return RequestStream(self, list(prompt_token_ids), params, Name(request_id, service_class))
 
     async def _try_grammar(self, params: SamplingParams) -> None:
         """Check a grammar that is new here beside the event loop, as it takes a while; then `_start` finds it known."""
@@ -202,7 +211,7 @@ class AsyncEngine:
             await loop.run_in_executor(self._trials, door.grammars.check, params.grammar)
 
     def _start(
-        self, prompt: list[int], params: SamplingParams, request_id: str | None, wake: Callable[[], None]
+        self, prompt: list[int], params: SamplingParams, name: Name, wake: Callable[[], None]
     ) -> TrackedRequest:
         if self._dead is not None:
             raise EngineDead(self._dead)
@@ -211,7 +220,7 @@ class AsyncEngine:
         self._bind()
         if not self._tracker.num_sequences:
             self._last_heard = time.monotonic()
-        request, adds = self._tracker.admit(prompt, params, request_id)
+        request, adds = self._tracker.admit(prompt, params, name.request_id, service_class=name.service_class)
         request.wake = wake
         try:
             for add in adds:
@@ -323,6 +332,7 @@ class AsyncEngine:
         for message in messages:
             if isinstance(message, Stats):
                 self._stats = message
+                self._tracker.note_pace(message)
                 continue
             abort = self._tracker.feed(message, when)
             if abort is not None:

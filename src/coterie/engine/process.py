@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from coterie.engine.build import Progress, build_engine
-from coterie.engine.config import EngineConfig
+from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.errors import EngineDead
 from coterie.engine.messages import Output, Stats, ToEngine
 from coterie.engine.wire import Wire
@@ -30,6 +30,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     model_path: str
     config: EngineConfig
+    service: ServiceConfig = NO_CLASSES
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -86,14 +87,16 @@ class StartedProcess:
         return EngineLink(send, thread.join, self.child.kill)
 
 
-def start_process(model_path: str, config: EngineConfig, progress: Progress | None = None) -> StartedProcess:
+def start_process(
+    model_path: str, config: EngineConfig, progress: Progress | None = None, service: ServiceConfig = NO_CLASSES
+) -> StartedProcess:
     """Start a child, let it load, and return when it is ready. Raises `CoterieError` with the child's own message."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     command = [sys.executable, "-m", "coterie.engine.process", str(theirs.fileno())]
     child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     wire: Wire[FromChild] = Wire(ours, FromChild)  # type: ignore[arg-type]
-    wire.send(Hello(model_path, config))
+    wire.send(Hello(model_path, config, service))
     for message in wire.receive():
         if isinstance(message, Ready):
             return StartedProcess(message, wire, child)
@@ -114,7 +117,12 @@ def main(descriptor: int) -> None:
     if not isinstance(hello, Hello):
         return
     try:
-        core, info = build_engine(hello.model_path, hello.config, lambda done, total: wire.send(Loading(done, total)))
+        core, info = build_engine(
+            hello.model_path,
+            hello.config,
+            lambda done, total: wire.send(Loading(done, total)),
+            service=hello.service,
+        )
     except CoterieError as error:
         wire.send(Failed(str(error)))
         return

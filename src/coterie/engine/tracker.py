@@ -7,7 +7,6 @@ Used by the asyncio front end and by the synchronous `LLM`; whoever calls it kee
 
 from __future__ import annotations
 
-import math
 import random
 import time
 import uuid
@@ -21,7 +20,7 @@ import msgspec
 from coterie.engine.admission import Door
 from coterie.engine.detokenizer import ChoiceText, ShownText
 from coterie.engine.errors import EngineBusy, InvalidRequest
-from coterie.engine.messages import Abort, Add, FinishReason, Output, SamplingParams
+from coterie.engine.messages import Abort, Add, FinishReason, Output, SamplingParams, ServiceClass, Stats
 from coterie.engine.output import ChoiceDelta, Completion, PromptInfo, RequestOutput, RequestTimes
 from coterie.engine.tokenizer import Tokenizer
 from coterie.observe.requests import RequestObserver, RequestSummary
@@ -46,6 +45,7 @@ class TrackedRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival: float
+    rank: int = 0
     choices: list[_Choice] = field(default_factory=list)
     news: deque[News] = field(default_factory=deque)
     wake: Callable[[], None] = nobody_waits
@@ -93,7 +93,8 @@ class Tracker:
         self._seeds = random.Random(seed)
         self._requests: dict[str, TrackedRequest] = {}
         self._sequences: dict[str, _Choice] = {}
-        self._mean_seconds = 1.0
+        self._queue = door.queue_door()
+        self._has_classes = door.service.enabled
 
     @property
     def num_sequences(self) -> int:
@@ -106,38 +107,43 @@ class Tracker:
         return list(self._requests.values())
 
     def admit(
-        self, prompt: list[int], params: SamplingParams, request_id: str | None = None, *, want_logits: bool = False
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        want_logits: bool = False,
+        service_class: ServiceClass | None = None,
     ) -> tuple[TrackedRequest, list[Add]]:
         """Check a request and book it. Raises `InvalidRequest` or `EngineBusy`; then nothing was changed."""
         params = self.door.check(prompt, params, want_logits=want_logits)
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._requests:
             raise InvalidRequest("request_id", f"request id {request_id!r} is in use; choose another")
-        self._check_room(params.n)
+        service_class = service_class or self.door.service.default_class
+        rank = self._queue.table.rank(service_class)
+        now = time.monotonic()
+        try:
+            self._queue.check(rank, params.n, len(prompt), now)
+        except EngineBusy:
+            if self._has_classes:
+                self.observer.refused(service_class)
+            raise
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         params = msgspec.structs.replace(params, seed=seed)
-        now = time.monotonic()
-        request = TrackedRequest(request_id, prompt, params, now)
+        request = TrackedRequest(request_id, prompt, params, now, rank)
         adds = []
         for index in range(params.n):
             choice = _Choice(request, index, ChoiceText(self._tokenizer, params))
             request.choices.append(choice)
             self._sequences[choice.sequence_id] = choice
             one = params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
-            adds.append(Add(choice.sequence_id, prompt, one, now, index, want_logits and index == 0))
+            adds.append(Add(choice.sequence_id, prompt, one, now, index, want_logits and index == 0, service_class))
         self._requests[request_id] = request
+        self._queue.backlogs[rank].sequences += params.n
+        self._queue.backlogs[rank].tokens += len(prompt)
         self.observer.queued(len(prompt))
         return request, adds
-
-    def _check_room(self, count: int) -> None:
-        room = self.door.max_sequences - self.num_sequences
-        if count > room:
-            waves = math.ceil(self.num_sequences / max(1, self.door.max_running))
-            raise EngineBusy(
-                f"the queue is full: {self.num_sequences} sequences wait or run, {self.door.max_sequences} may, "
-                f"and this request asks for {count}; try again later or raise max_queued_requests",
-                retry_after=float(min(60, max(1, math.ceil(waves * self._mean_seconds)))),
-            )
 
     def feed(self, output: Output, when: float | None = None) -> Abort | None:
         """Take news of a sequence; returns the Abort that a stop string calls for. News of unknown ids is ignored.
@@ -200,17 +206,22 @@ class Tracker:
         else:
             request.early.append(delta)
 
-    @staticmethod
-    def _open(request: TrackedRequest, info: PromptInfo) -> None:
+    def _open(self, request: TrackedRequest, info: PromptInfo) -> None:
+        self._queue.backlogs[request.rank].tokens -= len(request.prompt_token_ids)
         request.num_cached_tokens = info.num_cached_tokens
         request.news.append(info)
         request.news.extend(request.early or ())
         request.early = None
 
+    def note_pace(self, stats: Stats) -> None:
+        """Take the engine's measured rates, on which refusals for a deadline rest."""
+        self._queue.prefill_rate, self._queue.step_seconds = stats.prefill_rate, stats.step_seconds
+
     def _end(self, choice: _Choice, reason: FinishReason, when: float) -> None:
         choice.finish_reason = reason
         del self._sequences[choice.sequence_id]
         request = choice.request
+        self._queue.backlogs[request.rank].sequences -= 1
         if all(other.finish_reason is not None for other in request.choices):
             if request.early is not None:
                 self._open(request, PromptInfo())
@@ -223,7 +234,8 @@ class Tracker:
         reasons = [choice.finish_reason or "abort" for choice in request.choices]
         reason: Literal["stop", "length", "abort", "error"] = max(reasons, key=_SEVERITY.index)
         if reason in ("stop", "length"):
-            self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+            ran = seconds - (request.queue_seconds or 0.0)
+            self._queue.run_seconds += 0.1 * (ran - self._queue.run_seconds)
         self.observer.finished(
             RequestSummary(
                 reason=reason,
@@ -235,6 +247,8 @@ class Tracker:
                 first_token=None if request.first_token is None else request.first_token - request.arrival,
                 queue=request.queue_seconds,
                 prefill=request.prefill_seconds,
+                service_class=self._queue.table.names[request.rank] if self._has_classes else None,
+                deadline=self._queue.table.slo_seconds[request.rank],
             )
         )
 

@@ -19,6 +19,7 @@ class RequestSummary:
     `reason` of several choices: error before abort before length before stop. `first_token`: seconds from arrival to
     the first token of any choice, None if none came. `queue` and `prefill`: seconds from arrival to the first computed
     chunk of the choice that answered first, and from there to its first news; both None if there were none.
+    `service_class`: None without classes; `deadline`: seconds that the class's first token may take.
     """
 
     reason: Reason
@@ -30,6 +31,8 @@ class RequestSummary:
     first_token: float | None
     queue: float | None = None
     prefill: float | None = None
+    service_class: str | None = None
+    deadline: float = float("inf")
 
 
 class RequestObserver:
@@ -37,6 +40,9 @@ class RequestObserver:
 
     def queued(self, prompt_tokens: int) -> None:
         """A valid request was handed to the engine."""
+
+    def refused(self, service_class: str) -> None:
+        """A valid request of a class found no place and was told to come back later. Without classes nobody says so."""
 
     def first_token(self, seconds: float) -> None:
         """The first token of any choice came, this long after arrival."""

@@ -100,6 +100,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
+    service_tier: str | UnsetType = UNSET
 
 
 class ChatDelta(Struct, frozen=True, kw_only=True):
@@ -128,6 +129,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     system_fingerprint: str
+    service_tier: str | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -159,6 +161,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     system_fingerprint: str
+    service_tier: str | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
 
 

@@ -42,7 +42,7 @@ from coterie.server.errors import (
     internal_error,
 )
 from coterie.server.generation import Event, Generation
-from coterie.server.limits import KeyCheck, read_body
+from coterie.server.limits import KeyCheck, key_class, read_body
 from coterie.server.metrics import CONTENT_TYPE, CountAnswers
 from coterie.server.openapi import complete, operation
 from coterie.server.protocol import (
@@ -57,6 +57,7 @@ from coterie.server.responses import ResponsesCall, prepare_responses
 from coterie.server.responses_protocol import ResponseBody, ResponsesRequest, StreamEvent
 from coterie.server.state import ServedModel, ServerState
 from coterie.server.streaming import EventStream
+from coterie.server.tiers import service_class
 from coterie.server.tokenize import detokenize, tokenize
 
 logger = logging.getLogger("coterie.server")
@@ -92,12 +93,12 @@ def create_app(state: ServerState) -> FastAPI:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = complete(listed(), needs_key=state.config.api_key is not None)
+            app.openapi_schema = complete(listed(), needs_key=bool(state.config.keys))
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-    if state.config.api_key is not None:
-        app.add_middleware(KeyCheck, api_key=state.config.api_key)
+    if state.config.keys:
+        app.add_middleware(KeyCheck, keys=state.config.keys)
     app.add_middleware(CountAnswers, metrics=state.metrics, label=path_label)
     return app
 
@@ -227,9 +228,10 @@ def _completion_endpoint(
     decoder = BodyDecoder(kind, strict=state.config.strict_api)
 
     async def handler(request: Request) -> Response:
-        model = state.model()
+        served = state.model()
         decoded = decoder.decode(await read_body(request, state.body_limits))
-        model.check_name(decoded.model)
+        served.check_name(decoded.model)
+        model = served.for_class(service_class(decoded.service_tier, key_class(request.scope), served.engine.service))
         call = await prepare(state, model, decoded)
         generation = state.begin(model, call.jobs, call.names)
         try:

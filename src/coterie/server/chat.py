@@ -144,6 +144,7 @@ class ChatWriter(StreamWriter):
             model=envelope.model,
             choices=choices,
             system_fingerprint=envelope.fingerprint,
+            service_tier=envelope.service_tier,
             usage=usage,  # type: ignore[arg-type]
         )
 
@@ -177,6 +178,7 @@ def chat_completion(call: ChatCall, events: list[Event]) -> ChatCompletion:
         choices=[_finished(call, i, choice) for i, choice in enumerate(choices)],
         usage=tally.usage(),
         system_fingerprint=envelope.fingerprint,
+        service_tier=envelope.service_tier,
     )
 
 

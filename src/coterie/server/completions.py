@@ -234,5 +234,6 @@ def _make(envelope: Envelope, choices: list[CompletionChoice], usage: object = U
         model=envelope.model,
         choices=choices,
         system_fingerprint=envelope.fingerprint,
+        service_tier=envelope.service_tier,
         usage=usage,  # type: ignore[arg-type]
     )

@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from coterie.engine.messages import ServiceClass
+
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key that clients may send, and the service class that it is bound to; None: the client may choose."""
+
+    key: str
+    service_class: ServiceClass | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +27,7 @@ class ServerConfig:
     """Every field has a flag (`coterie serve --help`). Limits are in bytes, seconds or counts as the name says; port 0
     takes a free one.
 
+    api_key: the only key. key_table: any of these keys, instead.
     chat_template: a file that replaces the model's own template. metrics_compat "vllm" repeats the core metrics under
     `vllm:` names. shutdown_seconds: how long running requests may finish after SIGTERM before they are aborted.
     """
@@ -24,6 +35,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    key_table: tuple[ApiKey, ...] = ()
     served_model_name: str | None = None
     chat_template: str | None = None
     strict_api: bool = False
@@ -39,3 +51,8 @@ class ServerConfig:
     sse_ping_seconds: float = 15.0
     shutdown_seconds: float = 30.0
     stats_log_seconds: float = 10.0
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """All keys that are accepted; none: everybody is."""
+        return self.key_table if self.api_key is None else (ApiKey(self.api_key), *self.key_table)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Receive
 
 from coterie.engine.errors import InvalidRequest
-from coterie.engine.messages import SamplingParams
+from coterie.engine.messages import SamplingParams, ServiceClass
 from coterie.engine.output import ChoiceDelta, PromptInfo
 from coterie.server.errors import ApiError, ClientGone, as_api_error, bad_request, internal_error, unavailable
 
@@ -57,11 +57,13 @@ class Generation:
         jobs: Sequence[PromptJob],
         names: Mapping[str, str],
         on_close: Callable[[Generation], None],
+        service_class: ServiceClass | None = None,
     ) -> None:
         self.jobs = tuple(jobs)
         self._engine = engine
         self._names = names
         self._on_close = on_close
+        self._class = service_class
         self._streams: list[RequestStream] = []
         self._open: dict[int, RequestStream] = {}
         self._failure: Exception | None = None
@@ -112,7 +114,9 @@ class Generation:
 
     async def _start_all(self) -> None:
         for index, job in enumerate(self.jobs):
-            stream = self._engine.stream(job.token_ids, job.params, request_id=job.request_id)
+            stream = self._engine.stream(
+                job.token_ids, job.params, request_id=job.request_id, service_class=self._class
+            )
             self._streams.append(stream)
             try:
                 await stream.start(self._wake)

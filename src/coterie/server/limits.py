@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +16,15 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coterie.engine.messages import ServiceClass
+from coterie.server.config import ApiKey
 from coterie.server.errors import ApiError, ClientGone, Fault, bad_request, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """Answered without a key, for load balancers and orchestrators."""
+
+_CLASS = "coterie.service_class"
+"""Where in the scope the class of the key stands."""
 
 _KEPT = b'[]{}"'
 _DROPPED = bytes(set(range(256)) - set(_KEPT))
@@ -28,24 +34,32 @@ _STEP[list(b"]}")] = -1
 
 
 class KeyCheck:
-    """ASGI layer that answers 401 before the body is read, unless the bearer token is the key."""
+    """ASGI layer that answers 401 before the body is read, unless the bearer token is one of the keys."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
         self._app = app
-        self._digest = _digest(api_key)
+        self._keys = [(_digest(key.key), key.service_class) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Both sides are hashed first, so that neither content nor length of the key shows in the time taken.
-        if hmac.compare_digest(_digest(token.strip()), self._digest) and scheme.lower() == "bearer":
-            await self._app(scope, receive, send)
+        # Both sides are hashed first, so that neither content nor length of a key shows in the time taken.
+        digest = _digest(token.strip())
+        found = [name for key, name in self._keys if hmac.compare_digest(digest, key)]
+        if found and scheme.lower() == "bearer":
+            await self._app({**scope, _CLASS: found[0]}, receive, send)
             return
         message = "a valid API key is required: send the header 'Authorization: Bearer KEY'"
         fault = Fault(401, message, code="invalid_api_key", close=_has_body(scope))
         await error_response(ApiError(fault))(scope, receive, send)
+
+
+def key_class(scope: Scope) -> ServiceClass | None:
+    """The class that the key of a request is bound to, if it is to any."""
+    found: ServiceClass | None = scope.get(_CLASS)
+    return found
 
 
 def _digest(text: str) -> bytes:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.engine.messages import Stats
 from coterie.observe.requests import RequestObserver, RequestSummary
+from coterie.server.class_metrics import ClassMetrics, class_families
 
 PREFIX = "coterie:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,6 +71,7 @@ class ServerMetrics(RequestObserver):
         self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _LATENCY)
         self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._answer_size = self._histogram("request_generation_tokens", "Completion tokens of a request.", _TOKENS)
+        self._classes = ClassMetrics(self._registry, PREFIX, _LATENCY)
         self._registry.register(_EngineCollector(lambda: self._source))
 
     def serve(self, model_name: str, stats: Callable[[], Stats | None]) -> None:
@@ -107,6 +109,11 @@ class ServerMetrics(RequestObserver):
             self._prefill.labels(name).observe(summary.prefill)
         if summary.first_token is not None:
             self._decode.labels(name).observe(max(0.0, summary.seconds - summary.first_token))
+        self._classes.finished(name, summary)
+
+    def refused(self, service_class: str) -> None:
+        """A request of a class found no place."""
+        self._classes.refused(self._model_name, service_class)
 
     def answered(self, path: str, status: int) -> None:
         """An HTTP answer went out."""
@@ -165,6 +172,7 @@ class _EngineCollector(Collector):
         for stage, seconds in stats.stage_seconds.items():
             stages.add_metric((source.model_name, stage), seconds)
         yield stages
+        yield from class_families(PREFIX, source.model_name, stats)
 
 
 class _Families(Collector):

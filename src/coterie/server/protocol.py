@@ -41,7 +41,7 @@ Penalty = Annotated[float, _shown(-DEFAULT_LIMITS.max_penalty, DEFAULT_LIMITS.ma
 Share = Annotated[float, _shown(0, 1)]
 
 IGNORED = frozenset({
-    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "user", "metadata", "store", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
     "parallel_tool_calls", "verbosity", "modalities", "max_tool_calls",
 })  # fmt: skip
 """Fields that say nothing a text server of its own needs: accepted without a word."""
@@ -99,6 +99,7 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     """
 
     model: Name | None = None
+    service_tier: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None

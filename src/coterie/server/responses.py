@@ -238,6 +238,7 @@ def _body(
         model=envelope.model,
         output=output,
         reasoning=request.reasoning or ReasoningOptions(),
+        service_tier=envelope.service_tier,
         temperature=params.temperature,
         text=TextOptions(format=text.format or TextFormat(), verbosity=text.verbosity),
         tool_choice=request.tool_choice or "auto",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from coterie.server.answers import ErrorDetail, TopLogprob
 from coterie.server.protocol import ContentPart, Count, Name, Role, SamplingFields, TemplateArguments
@@ -147,6 +147,7 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
     previous_response_id: None = None
     reasoning: ReasoningOptions
+    service_tier: str | UnsetType = UNSET
     store: bool = False
     temperature: float
     text: TextOptions

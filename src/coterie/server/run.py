@@ -118,7 +118,7 @@ class Server:
     async def run(self, launch: Launch, on_ready: Callable[[str], None] | None) -> None:
         """Serve until `stop`, whatever happens inside."""
         config = self._config
-        if config.host not in LOOPBACK_HOSTS and config.api_key is None:
+        if config.host not in LOOPBACK_HOSTS and not config.keys:
             logger.warning("listening on %s without an API key: anyone who reaches it can use it", config.host)
         self._handle_signals()
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from msgspec import UNSET
 
 from coterie import __version__
 from coterie.server.config import ServerConfig
@@ -20,12 +22,14 @@ from coterie.server.limits import BodyLimits
 from coterie.server.metrics import ServerMetrics
 from coterie.server.streaming import Envelope
 from coterie.server.templates import ChatTemplate, TemplateLimits, check_template
+from coterie.server.tiers import TIER_OF_CLASS
 from coterie.spec.errors import CoterieError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from coterie.engine.frontend import AsyncEngine
+    from coterie.engine.messages import ServiceClass
     from coterie.engine.tokenizer import Tokenizer
 
 Phase = Literal["loading", "ready", "draining"]
@@ -33,13 +37,18 @@ Phase = Literal["loading", "ready", "draining"]
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A loaded model and what the routes need of it."""
+    """A loaded model and what the routes need of it. `service_class`: of the request at hand, see `for_class`."""
 
     engine: AsyncEngine
     name: str
     template: ChatTemplate
     created: int
     fingerprint: str
+    service_class: ServiceClass | None = None
+
+    def for_class(self, service_class: ServiceClass | None) -> ServedModel:
+        """The model as a request of that class meets it."""
+        return self if service_class is None else replace(self, service_class=service_class)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -62,7 +71,8 @@ class ServedModel:
         """A fresh id and the fields that go with it."""
         request_id = f"{prefix}{uuid.uuid4().hex}"
         now = int(time.time())
-        return Envelope(request_id, now, self.name, self.fingerprint, include_usage, continuous_usage)
+        tier = UNSET if self.service_class is None else TIER_OF_CLASS[self.service_class]
+        return Envelope(request_id, now, self.name, self.fingerprint, include_usage, continuous_usage, tier)
 
 
 class ServerState:
@@ -114,7 +124,7 @@ class ServerState:
 
     def begin(self, model: ServedModel, jobs: Sequence[PromptJob], names: Mapping[str, str]) -> Generation:
         """A generation for a request, not started; its `close` must follow."""
-        generation = Generation(model.engine, jobs, names, self._running.discard)
+        generation = Generation(model.engine, jobs, names, self._running.discard, model.service_class)
         self._running.add(generation)
         return generation
 

@@ -35,6 +35,7 @@ class Envelope:
     fingerprint: str
     include_usage: bool = False
     continuous_usage: bool = False
+    service_tier: str | UnsetType = UNSET
 
 
 def usage_wanted(request: SamplingFields) -> tuple[bool, bool]:
