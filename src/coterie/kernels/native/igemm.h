@@ -126,7 +126,7 @@ COTERIE_INLINE void fetch_scales(const Matrix& m, const unsigned char* scales, s
 
 // Quads of a scale group: the last one may be short.
 COTERIE_INLINE std::int64_t quads_of(const GemmTask& task, std::int64_t group) {
-  const std::int64_t left = task.quantized.stride - group * task.weight.group;
+  const std::int64_t left = padded_cols(task.weight.format.kind, task.weight.cols) - group * task.weight.group;
   return (left < task.weight.group ? left : task.weight.group) / 4;
 }
 

@@ -38,6 +38,12 @@ static inline std::int64_t padded_cols(Kind kind, std::int64_t cols) {
   return round_up(cols, kind == Kind::f32 ? 1 : kind == Kind::bf16 ? 32 : 64);
 }
 
+// Bytes from one row of narrow activations to the next: an odd number of cache lines, so that the rows of a tile do not
+// compete for a few sets of the first cache.
+static inline std::int64_t input_stride(Kind kind, std::int64_t cols) {
+  return (padded_cols(kind, cols) * (kind == Kind::bf16 ? 2 : 1) / 64 | 1) * 64;
+}
+
 static inline std::int64_t code_bytes(Kind kind, std::int64_t cols) {
   const std::int64_t values = kPanel * padded_cols(kind, cols);
   return kind == Kind::f32 ? values * 4 : kind == Kind::bf16 ? values * 2 : is_nibble(kind) ? values / 2 : values;

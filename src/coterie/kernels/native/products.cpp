@@ -50,7 +50,7 @@ Activations Device::quantize(const float* x, std::int64_t x_stride, std::int64_t
 QuantizeInputs Device::inputs_for(const Matrix& weight, std::int64_t rows, Workspace& space, const float* x,
                                   std::int64_t x_stride) {
   const bool bf16 = weight.format.kind == Kind::bf16;
-  const std::int64_t stride = padded_cols(weight.format.kind, weight.cols) * (bf16 ? 2 : 1);
+  const std::int64_t stride = input_stride(weight.format.kind, weight.cols);
   auto* codes = space.take<std::int8_t>((rows + kTileSlack) * stride);
   if (bf16) {
     return {x, x_stride, weight.cols, 0, weight.cols, codes, nullptr, nullptr, stride, kActivationGroup, 0, 0, 0, 0};

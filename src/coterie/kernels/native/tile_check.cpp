@@ -1,8 +1,10 @@
 // Small products with made-up numbers: 41 rows, one and a half tile blocks, against the same rows one by one.
 #include "tile_check.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "layout.h"
@@ -63,17 +65,25 @@ struct Inputs {
       for (std::int64_t i = weight.scales_at; !bf16 && i < weight.panel_bytes; i += 4) put(panel + i, numbers.value());
     }
     weight.data = data;
-    const std::int64_t stride = bf16 ? kCols * 2 : kCols, group = c.group ? kActivationGroup : kCols;
+    const std::int64_t stride = input_stride(c.kind, kCols), group = c.group ? kActivationGroup : kCols;
     codes.resize(static_cast<std::size_t>((kRows + kTileSlack) * stride));
     for (std::size_t i = 0; i < codes.size(); i += 2) {
       if (bf16) put(codes.data() + i, numbers.bf16());
       else put(codes.data() + i, static_cast<std::uint16_t>(numbers.next()));
     }
     for (std::int64_t i = 0; i < kRows * 2; ++i) scales.push_back(numbers.value());
-    for (std::int64_t i = 0; i < kRows * weight.groups; ++i) {
-      sums.push_back(static_cast<std::int32_t>(numbers.next() % 999));
-    }
+    if (!bf16) add_sums(stride);
     activations = {codes.data(), scales.data(), sums.data(), stride, group, (kCols + group - 1) / group};
+  }
+
+  // Of the codes of each row and scale group, times the zero of the weights.
+  void add_sums(std::int64_t stride) {
+    for (std::int64_t row = 0; row < kRows; ++row) {
+      for (std::int64_t first = 0; first < kCols; first += weight.group) {
+        const std::int8_t* x = codes.data() + row * stride;
+        sums.push_back(zero_of(weight.format) * std::accumulate(x + first, x + std::min(kCols, first + weight.group), 0));
+      }
+    }
   }
 
   template <class To, class Value>

@@ -12,16 +12,6 @@ constexpr std::int64_t kFewFloatRows = 4;
 
 // Two row tiles and two output tiles, or one row tile if `Both` is false.
 template <bool Both>
-COTERIE_INLINE void zero_sums(Tiles& tiles) {
-  tiles.zero<0>();
-  tiles.zero<1>();
-  if constexpr (Both) {
-    tiles.zero<2>();
-    tiles.zero<3>();
-  }
-}
-
-template <bool Both>
 COTERIE_INLINE void load_sums(Tiles& tiles, const void* sums) {
   const char* at = static_cast<const char*>(sums);
   constexpr std::int64_t kStride = kPanel * 4;
@@ -53,108 +43,40 @@ COTERIE_INLINE void load_factors(Tiles& tiles, const std::int8_t* x, std::int64_
   if constexpr (Both) tiles.load<5>(x + kTileRows * x_stride, x_stride);
 }
 
-template <bool Both>
+template <bool Both, bool Signed>
 COTERIE_INLINE void multiply_bytes(Tiles& tiles) {
-  tiles.dot_bytes<0, 0>();
-  tiles.dot_bytes<0, 1>();
+  tiles.dot_bytes<0, 0, Signed>();
+  tiles.dot_bytes<0, 1, Signed>();
   if constexpr (Both) {
-    tiles.dot_bytes<1, 0>();
-    tiles.dot_bytes<1, 1>();
+    tiles.dot_bytes<1, 0, Signed>();
+    tiles.dot_bytes<1, 1, Signed>();
   }
 }
 
-// Brings codes that the next block of columns needs into the second level.
-COTERIE_INLINE void fetch_range(const unsigned char* from, std::int64_t bytes) {
-  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-}
+// Brings what is needed next into the second cache, a few lines at a time, so that products hide the waiting.
+class Fetcher {
+ public:
+  // `steps` calls of some() fetch `bytes`, kAheadOfTiles behind `from`.
+  void begin(const unsigned char* from, std::int64_t bytes, std::int64_t steps) {
+    next_ = from + kAheadOfTiles;
+    share_ = (bytes / 64 + steps - 1) / steps * 64;
+    end_ = next_ + bytes;
+  }
+  __attribute__((always_inline)) void some() {
+    const unsigned char* last = next_ + share_ < end_ ? next_ + share_ : end_;
+    for (; next_ < last; next_ += 64) __builtin_prefetch(next_, 0, 2);
+  }
 
-// ---- integers -------------------------------------------------------------------------------------------------------
-
-// Rows [row, row + rows) of a task, at most kTileBlock of them, and their sums of a group.
-struct TileRows {
-  std::int64_t row, rows;
+ private:
+  static constexpr std::int64_t kAheadOfTiles = 16 << 10;
+  const unsigned char* next_ = nullptr;
+  const unsigned char* end_ = nullptr;
+  std::int64_t share_ = 0;
 };
 
-// Adds a group's sums to the running results.
-template <bool Affine>
-static void drain(const GemmTask& task, const IntPanel& panel, const TileRows& at, std::int64_t group,
-                  const std::int32_t* sums, float* running) {
-  const Matrix& m = task.weight;
-  const Activations& q = task.quantized;
-  const std::int32_t* offsets = q.sums + at.row * m.groups + group;
-  const float* factors = q.scales + at.row * q.groups + group * m.group / q.group;
-  for (int lane = 0; lane < kPanel; lane += kLanes) {
-    const Vec scale = load_scales(panel.scales, group * kPanel + lane, m.format.scale);
-    Vec min = {};
-    if constexpr (Affine) min = -load_scales(panel.mins, group * kPanel + lane, m.format.scale);
-    for (std::int64_t r = 0; r < at.rows; ++r) {
-      VecI sum;
-      std::memcpy(&sum, sums + r * kPanel + lane, sizeof sum);
-      const std::int32_t offset = offsets[r * m.groups];
-      if constexpr (!Affine) sum += offset - VecI{};
-      Vec value = __builtin_convertvector(sum, Vec) * scale;
-      if constexpr (Affine) value = fma(splat(static_cast<float>(offset)), min, value);
-      float* target = running + (at.row + r) * kPanel + lane;
-      store(target, fma(value, splat(factors[r * q.groups]), load(target)));
-    }
-  }
-}
-
-// The groups of a column block. A group's drain stands behind the next group's products, to run beside them.
-template <bool Affine, bool Both>
-static void tile_groups(Tiles& tiles, const GemmTask& task, const IntPanel& panel, const TileRows& at, int depth,
-                        float* running) {
-  alignas(64) std::int32_t sums[2][kTileBlock * kPanel];
-  const Activations& q = task.quantized;
-  const std::int8_t* x = q.codes + at.row * q.stride + panel.group_begin * task.weight.group;
-  const unsigned char* w = panel.codes;
-  for (std::int64_t group = panel.group_begin; group < panel.group_end; ++group) {
-    zero_sums<Both>(tiles);
-    for (std::int64_t left = quads_of(task, group) * 4; left > 0; left -= depth, x += depth, w += depth * kPanel) {
-      load_factors<Both>(tiles, x, q.stride, w);
-      multiply_bytes<Both>(tiles);
-    }
-    if (group > panel.group_begin) drain<Affine>(task, panel, at, group - 1, sums[(group - 1) & 1], running);
-    store_sums<Both>(tiles, sums[group & 1]);
-  }
-  drain<Affine>(task, panel, at, panel.group_end - 1, sums[(panel.group_end - 1) & 1], running);
-}
-
-// Columns [first, last) of a group that is the whole row: sums go on in `sums` [rows][32].
-template <bool Both>
-static void tile_columns(Tiles& tiles, const GemmTask& task, const unsigned char* codes, const TileRows& at,
-                         std::int64_t first, std::int64_t last, std::int32_t* sums) {
-  const Activations& q = task.quantized;
-  const std::int8_t* x = q.codes + at.row * q.stride;
-  load_sums<Both>(tiles, sums + at.row * kPanel);
-  for (std::int64_t k = first; k < last; k += 64, codes += 64 * kPanel) {
-    load_factors<Both>(tiles, x + k, q.stride, codes);
-    multiply_bytes<Both>(tiles);
-  }
-  store_sums<Both>(tiles, sums + at.row * kPanel);
-}
-
-// One byte a code, as the tiles multiply them, for `count` quads.
-template <Store S>
-static const unsigned char* spread_codes(const unsigned char* quads, std::int64_t count, const unsigned char* table,
-                                         unsigned char* out) {
-  if constexpr (S == Store::bytes) return quads;
-  for (std::int64_t i = 0; i < count; ++i) {
-    __builtin_prefetch(quads + i * 64 + kAhead * 2);
-    for (int lane = 0; lane < kPanel; lane += kLanes) {
-      const VecU codes = load_codes<S>(quads + i * 64, lane, table);
-      std::memcpy(out + i * 128 + lane * 4, &codes, sizeof codes);
-    }
-  }
-  return out;
-}
-
-// Working memory of one task.
-struct TileBuffers {
-  alignas(64) float running[kMaxIntRows * kPanel];
-  alignas(64) std::int32_t sums[kMaxIntRows * kPanel];
-  alignas(64) unsigned char codes[kBlock * kPanel];
-  alignas(16) unsigned char table[16];
+// Rows [row, row + rows) of a task, at most kTileBlock of them.
+struct TileRows {
+  std::int64_t row, rows;
 };
 
 // Calls body(rows, both) for each block of rows.
@@ -166,52 +88,276 @@ COTERIE_INLINE void over_row_tiles(std::int64_t rows, F body) {
   }
 }
 
-template <Store S, bool Affine>
-static void tile_panel(Tiles& tiles, const GemmTask& task, std::int64_t p, int depth, TileBuffers& buffers) {
-  const Matrix& m = task.weight;
-  const unsigned char* base = m.data + p * m.panel_bytes;
-  const bool whole = m.groups == 1 && depth == 64;
-  std::memset(buffers.running, 0, sizeof(float) * static_cast<std::size_t>(task.rows * kPanel));
-  if (whole) std::memset(buffers.sums, 0, sizeof buffers.sums);
-  for (std::int64_t first = 0; first < task.quantized.stride; first += kBlock) {
-    const std::int64_t end = first + kBlock, last = end < task.quantized.stride ? end : task.quantized.stride;
-    const unsigned char* stored = base + first / 4 * kQuadBytes<S>;
-    const unsigned char* codes = spread_codes<S>(stored, (last - first) / 4, buffers.table, buffers.codes);
-    if constexpr (S == Store::bytes) fetch_range(stored + kBlock * kPanel, kBlock * kPanel);
-    const std::int64_t groups = (last + m.group - 1) / m.group;
-    const IntPanel panel{codes, base + m.scales_at, base + m.mins_at, buffers.table, first / m.group,
-                         groups < m.groups ? groups : m.groups};
-    over_row_tiles(task.rows, [&](const TileRows& at, bool both) {
-      if (whole && both) return tile_columns<true>(tiles, task, codes, at, first, last, buffers.sums);
-      if (whole) return tile_columns<false>(tiles, task, codes, at, first, last, buffers.sums);
-      if (both) return tile_groups<Affine, true>(tiles, task, panel, at, depth, buffers.running);
-      tile_groups<Affine, false>(tiles, task, panel, at, depth, buffers.running);
-    });
+// ---- integers -------------------------------------------------------------------------------------------------------
+
+// How sums become those of the weights: tiles multiplied signed codes, so they are; or unsigned ones, whose offset is
+// to be added; or those of an affine kind, which has a min.
+enum class Zero { none, offset, affine };
+
+constexpr std::int64_t kTileColumns = 256;  // columns whose codes are spread at once: with their inputs they stay in the
+                                            // first cache
+constexpr int kDrained = 4;                 // groups that are drained together, at most
+
+// Sums of `groups` groups of a block of rows, [groups][kTileBlock][kPanel], that are still to be scaled and added.
+struct Pending {
+  int groups = 0;
+  std::int64_t rows;
+  const std::int32_t* sums;
+  const float* scales;  // [groups][kPanel]
+  const float* mins;
+  const float* factors[kDrained];  // a row's factor for each group
+  const std::int32_t* offsets;     // [groups] of a row
+  float* running;
+};
+
+// Adds pending sums to the running results.
+template <Zero Z, int G>
+static void drain(const Pending& p, std::int64_t factor_stride, std::int64_t offset_stride) {
+  constexpr int V = kPanel / kLanes;
+  Vec scale[G][V], min[G][V];
+  const float* factors[G];
+  for (int g = 0; g < G; ++g) {
+    factors[g] = p.factors[g];
+    for (int v = 0; v < V; ++v) {
+      scale[g][v] = load(p.scales + g * kPanel + v * kLanes);
+      if constexpr (Z == Zero::affine) min[g][v] = -load(p.mins + g * kPanel + v * kLanes);
+    }
   }
-  if (whole) {
-    const IntPanel panel{nullptr, base + m.scales_at, base + m.mins_at, nullptr, 0, 1};
-    drain<Affine>(task, panel, {0, task.rows}, 0, buffers.sums, buffers.running);
+  const std::int32_t* sums = p.sums;
+  const std::int32_t* offsets = p.offsets;
+  float* running = p.running;
+#pragma GCC unroll 2
+  for (std::int64_t r = 0; r < p.rows; ++r) {
+    Vec total[V];
+    for (int v = 0; v < V; ++v) total[v] = load(running + v * kLanes);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      const Vec factor = splat(*factors[g]);
+      for (int v = 0; v < V; ++v) {
+        VecI sum;
+        std::memcpy(&sum, sums + g * kTileBlock * kPanel + v * kLanes, sizeof sum);
+        if constexpr (Z == Zero::offset) sum += offsets[g] - VecI{};
+        Vec value = __builtin_convertvector(sum, Vec) * scale[g][v];
+        if constexpr (Z == Zero::affine) value = fma(splat(static_cast<float>(offsets[g])), min[g][v], value);
+        total[v] = fma(value, factor, total[v]);
+      }
+      factors[g] += factor_stride;
+    }
+    for (int v = 0; v < V; ++v) store(running + v * kLanes, total[v]);
+    sums += kPanel, running += kPanel, offsets += offset_stride;
   }
-  store_panel(task, p, buffers.running);
 }
 
-template <Store S, bool Affine>
-static void tile_int_gemm(const GemmTask& task) {
-  TileBuffers buffers;
-  const Matrix& m = task.weight;
-  for (int i = 0; i < 16; ++i) buffers.table[i] = static_cast<unsigned char>(m.format.table[i] + 128);
-  const int depth = m.group < 64 ? static_cast<int>(m.group) : 64;
-  Tiles tiles(depth);
-  for (std::int64_t p = task.panel_begin; p < task.panel_end; ++p) {
-    tile_panel<S, Affine>(tiles, task, p, depth, buffers);
+// One byte a code, as the tiles multiply them, for `count` quads: signed, unsigned for affine kinds.
+template <Store S, Zero Z>
+static void spread_codes(const unsigned char* quads, std::int64_t count, const unsigned char* table,
+                         unsigned char* out) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    for (int lane = 0; lane < kPanel; lane += kLanes) {
+      VecU codes = load_codes<S>(quads + i * kQuadBytes<S>, lane, table);
+      if constexpr (S == Store::bytes && Z == Zero::none) codes ^= 0x80808080u;
+      std::memcpy(out + i * 128 + lane * 4, &codes, sizeof codes);
+    }
   }
+}
+
+// A task's products with integer codes. Groups form one stream over all rows and columns of a panel: the sums of a group
+// leave the tiles while those of the next one begin, and are drained a few groups at once. (Draining a few rows between
+// products, to keep the multipliers of both kinds busy, was measured to be slower: stores of tiles hold up its loads.)
+template <Store S, Zero Z>
+class IntTiles {
+ public:
+  explicit IntTiles(const GemmTask& task)
+      : task_(task), m_(task.weight), depth_(m_.group < 64 ? static_cast<int>(m_.group) : 64), tiles_(depth_) {
+    for (int i = 0; i < 16; ++i) table_[i] = static_cast<unsigned char>(m_.format.table[i]);
+  }
+
+  void panel(std::int64_t p) {
+    base_ = m_.data + p * m_.panel_bytes;
+    const bool whole = m_.groups == 1 && depth_ == 64;
+    std::memset(running_, 0, sizeof(float) * static_cast<std::size_t>(task_.rows * kPanel));
+    if (whole) std::memset(sums_, 0, sizeof(float) * static_cast<std::size_t>(round_up(task_.rows, kTileRows) * kPanel));
+    const std::int64_t width = padded_cols(m_.format.kind, m_.cols);
+    for (std::int64_t first = 0; first < width; first += kTileColumns) {
+      const std::int64_t last = first + kTileColumns < width ? first + kTileColumns : width;
+      columns(first, last, whole);
+    }
+    whole ? drain_whole() : finish();
+    store_panel(task_, p, running_);
+  }
+
+ private:
+  // Codes [first, last) of a panel against all rows.
+  void columns(std::int64_t first, std::int64_t last, bool whole) {
+    const unsigned char* stored = base_ + first / 4 * kQuadBytes<S>;
+    codes_ = stored;
+    if constexpr (Z != Zero::offset) {
+      spread_codes<S, Z>(stored, (last - first) / 4, table_, spread_);
+      codes_ = spread_;
+    }
+    const std::int64_t row_tiles = (task_.rows + kTileBlock - 1) / kTileBlock;
+    fetcher_.begin(stored, (last - first) / 4 * kQuadBytes<S>, row_tiles * (last - first) / depth_);
+    if (whole) {
+      over_row_tiles(task_.rows, [&](const TileRows& at, bool both) {
+        both ? whole_row<true>(at, first, last) : whole_row<false>(at, first, last);
+      });
+      return;
+    }
+    const std::int64_t end = (last + m_.group - 1) / m_.group;
+    begin_ = first / m_.group, end_ = end < m_.groups ? end : m_.groups;
+    widen_scales(first / kTileColumns % 2);
+    over_row_tiles(task_.rows, [&](const TileRows& at, bool both) { both ? groups<true>(at) : groups<false>(at); });
+  }
+
+  // Scales (and mins) of groups [begin_, end_) as floats. Those of the block of columns before are still in use.
+  void widen_scales(std::int64_t turn) {
+    scales_ = scale_buffers_[turn];
+    mins_ = scales_ + kMostGroups * kPanel;
+    for (std::int64_t group = begin_; group < end_; ++group) {
+      for (int lane = 0; lane < kPanel; lane += kLanes) {
+        const std::int64_t from = group * kPanel + lane, to = (group - begin_) * kPanel + lane;
+        store(scales_ + to, load_scales(base_ + m_.scales_at, from, m_.format.scale));
+        if constexpr (Z == Zero::affine) store(mins_ + to, load_scales(base_ + m_.mins_at, from, m_.format.scale));
+      }
+    }
+  }
+
+  template <bool Both>
+  __attribute__((always_inline)) void multiply(const std::int8_t* x, const unsigned char* codes) {
+    load_factors<Both>(tiles_, x, task_.quantized.stride, codes);
+    multiply_bytes<Both, Z == Zero::none>(tiles_);
+    fetcher_.some();
+  }
+
+  // Stores the sums that a register holds of the group before.
+  template <int R, int V>
+  __attribute__((always_inline)) void release() {
+    if (held_ && (R == 0 || held_both_)) tiles_.store<2 * R + V>(held_ + R * kTileRows * kPanel + V * 16, kPanel * 4);
+  }
+
+  template <int R, int V>
+  __attribute__((always_inline)) void begin() {
+    tiles_.zero<2 * R + V>();
+    tiles_.dot_bytes<R, V, Z == Zero::none>();
+  }
+
+  // The first columns of a group, whose sums go to `sums`. Registers are released one by one, so that products with
+  // the others go on meanwhile.
+  template <bool Both>
+  __attribute__((always_inline)) void multiply_first(const std::int8_t* x, const unsigned char* codes,
+                                                     std::int32_t* sums) {
+    load_factors<Both>(tiles_, x, task_.quantized.stride, codes);
+    release<0, 0>();
+    begin<0, 0>();
+    release<0, 1>();
+    begin<0, 1>();
+    release<1, 0>();
+    if constexpr (Both) begin<1, 0>();
+    release<1, 1>();
+    if constexpr (Both) begin<1, 1>();
+    held_ = sums, held_both_ = Both;
+    fetcher_.some();
+  }
+
+  template <bool Both>
+  void groups(const TileRows& at) {
+    const std::int8_t* x = task_.quantized.codes + at.row * task_.quantized.stride + begin_ * m_.group;
+    const unsigned char* w = codes_;
+    const std::int64_t end = end_, depth = depth_;
+    for (std::int64_t group = begin_; group < end;) {
+      const int count = end - group >= kDrained ? kDrained : end - group >= 2 ? 2 : 1;
+      for (int g = 0; g < count; ++g) {
+        multiply_first<Both>(x, w, sums_ + g * kTileBlock * kPanel);
+        if (g == 0) drain_pending();
+        x += depth, w += depth * kPanel;
+        for (std::int64_t left = quads_of(task_, group + g) * 4 - depth; left > 0; left -= depth) {
+          multiply<Both>(x, w);
+          x += depth, w += depth * kPanel;
+        }
+      }
+      announce(at, group, count, sums_);
+      group += count;
+    }
+  }
+
+  // Pending from now on, though the last of the `count` groups from `group` on is still in the tiles.
+  void announce(const TileRows& at, std::int64_t group, int count, const std::int32_t* sums) {
+    const Activations& q = task_.quantized;
+    const std::int64_t scales = (group - begin_) * kPanel;
+    pending_ = {count, at.rows, sums, scales_ + scales, mins_ + scales, {}, q.sums + at.row * m_.groups + group,
+              running_ + at.row * kPanel};
+    for (int g = 0; g < count; ++g) pending_.factors[g] = q.scales + at.row * q.groups + (group + g) * m_.group / q.group;
+  }
+
+  void drain_pending() {
+    const std::int64_t factors = task_.quantized.groups, offsets = m_.groups;
+    if (pending_.groups == kDrained) drain<Z, kDrained>(pending_, factors, offsets);
+    if (pending_.groups == 2) drain<Z, 2>(pending_, factors, offsets);
+    if (pending_.groups == 1) drain<Z, 1>(pending_, factors, offsets);
+    pending_.groups = 0;
+  }
+
+  void finish() {
+    release<0, 0>();
+    release<0, 1>();
+    release<1, 0>();
+    release<1, 1>();
+    held_ = nullptr;
+    drain_pending();
+  }
+
+  // Columns [first, last) of a group that is the whole row: sums [rows][kPanel] go on.
+  template <bool Both>
+  void whole_row(const TileRows& at, std::int64_t first, std::int64_t last) {
+    const std::int8_t* x = task_.quantized.codes + at.row * task_.quantized.stride;
+    const unsigned char* w = codes_;
+    load_sums<Both>(tiles_, sums_ + at.row * kPanel);
+    for (std::int64_t k = first; k < last; k += 64, w += 64 * kPanel) multiply<Both>(x + k, w);
+    store_sums<Both>(tiles_, sums_ + at.row * kPanel);
+  }
+
+  void drain_whole() {
+    begin_ = 0, end_ = 1;
+    widen_scales(0);
+    over_row_tiles(task_.rows, [&](const TileRows& at, bool) {
+      announce(at, 0, 1, sums_ + at.row * kPanel);
+      drain_pending();
+    });
+  }
+
+  static constexpr std::int64_t kMostGroups = kTileColumns / 16;
+
+  const GemmTask& task_;
+  const Matrix& m_;
+  const int depth_;
+  Tiles tiles_;
+  Fetcher fetcher_;
+  Pending pending_{};
+  const unsigned char* base_ = nullptr;
+  const unsigned char* codes_ = nullptr;
+  float* scales_ = nullptr;
+  float* mins_ = nullptr;
+  std::int64_t begin_ = 0, end_ = 0;
+  std::int32_t* held_ = nullptr;  // where the sums go that the registers hold
+  bool held_both_ = false;
+  alignas(64) float running_[kMaxIntRows * kPanel];
+  alignas(64) std::int32_t sums_[kMaxIntRows * kPanel];  // of whole rows, or of kDrained groups
+  alignas(64) float scale_buffers_[2][2 * kMostGroups * kPanel];
+  alignas(64) unsigned char spread_[kTileColumns * kPanel];
+  alignas(16) unsigned char table_[16];
+};
+
+template <Store S, Zero Z>
+static void tile_int_gemm(const GemmTask& task) {
+  IntTiles<S, Z> tiles(task);
+  for (std::int64_t p = task.panel_begin; p < task.panel_end; ++p) tiles.panel(p);
 }
 
 // ---- bf16 -----------------------------------------------------------------------------------------------------------
 
 // Columns [first, last) of a panel for a block of rows; results go on in `running`.
 template <bool Both>
-static void tile_floats(Tiles& tiles, const GemmTask& task, const unsigned char* w, const TileRows& at,
+static void tile_floats(Tiles& tiles, Fetcher& fetcher, const GemmTask& task, const unsigned char* w, const TileRows& at,
                         std::int64_t first, std::int64_t last, float* running) {
   const Activations& q = task.quantized;
   const std::int8_t* x = q.codes + at.row * q.stride;
@@ -224,6 +370,7 @@ static void tile_floats(Tiles& tiles, const GemmTask& task, const unsigned char*
       tiles.dot_bf16<1, 0>();
       tiles.dot_bf16<1, 1>();
     }
+    fetcher.some();
   }
   store_sums<Both>(tiles, running + at.row * kPanel);
 }
@@ -232,17 +379,18 @@ static void tile_bf16_gemm(const GemmTask& task) {
   alignas(64) float running[kMaxIntRows * kPanel];
   const Matrix& m = task.weight;
   Tiles tiles(64);
-  constexpr std::int64_t kBlockBytes = kBlock * 2;  // of one row of activations
+  Fetcher fetcher;
+  constexpr std::int64_t kBlockBytes = kTileColumns * 2;  // of one row of activations
   const std::int64_t row_bytes = padded_cols(Kind::bf16, m.cols) * 2;
   for (std::int64_t p = task.panel_begin; p < task.panel_end; ++p) {
     std::memset(running, 0, sizeof(float) * static_cast<std::size_t>(round_up(task.rows, kTileRows) * kPanel));
     for (std::int64_t first = 0; first < row_bytes; first += kBlockBytes) {
       const std::int64_t last = first + kBlockBytes < row_bytes ? first + kBlockBytes : row_bytes;
       const unsigned char* w = m.data + p * m.panel_bytes + first * kPanel;
-      fetch_range(w + kBlockBytes * kPanel, kBlockBytes * kPanel);
+      fetcher.begin(w, (last - first) * kPanel, (task.rows + kTileBlock - 1) / kTileBlock * (last - first) / 64);
       over_row_tiles(task.rows, [&](const TileRows& at, bool both) {
-        if (both) return tile_floats<true>(tiles, task, w, at, first, last, running);
-        tile_floats<false>(tiles, task, w, at, first, last, running);
+        if (both) return tile_floats<true>(tiles, fetcher, task, w, at, first, last, running);
+        tile_floats<false>(tiles, fetcher, task, w, at, first, last, running);
       });
     }
     store_panel(task, p, running);
@@ -298,15 +446,20 @@ static void chain_bf16_gemm(const GemmTask& task) {
 
 // ---- all kinds ------------------------------------------------------------------------------------------------------
 
+// Whether a copy of int8 codes, turned into signed ones, costs less than adding the offset of the stored ones to sums.
+static bool signed_pays(const GemmTask& task) {
+  return task.weight.group < 64;
+}
+
 static void tile_gemm(const GemmTask& task) {
   const Format& format = task.weight.format;
   if (format.kind == Kind::bf16) return task.rows > kFewFloatRows ? tile_bf16_gemm(task) : chain_bf16_gemm(task);
   if (!is_integer(format.kind) || task.rows <= kFewIntRows) return avx512::table.gemm(task);
   switch (format.kind) {
-    case Kind::int8: return tile_int_gemm<Store::bytes, false>(task);
-    case Kind::affine8: return tile_int_gemm<Store::bytes, true>(task);
-    case Kind::affine4: return tile_int_gemm<Store::nibbles, true>(task);
-    default:
-      return is_even(format) ? tile_int_gemm<Store::nibbles, false>(task) : tile_int_gemm<Store::table, false>(task);
+    case Kind::int8: return signed_pays(task) ? tile_int_gemm<Store::bytes, Zero::none>(task)
+                                              : tile_int_gemm<Store::bytes, Zero::offset>(task);
+    case Kind::affine8: return tile_int_gemm<Store::bytes, Zero::affine>(task);
+    case Kind::affine4: return tile_int_gemm<Store::nibbles, Zero::affine>(task);
+    default: return tile_int_gemm<Store::table, Zero::none>(task);
   }
 }

@@ -35,8 +35,8 @@ class Tiles {
     }
   }
 
-  // sums += rows (signed bytes) x codes (unsigned bytes)
-  template <int R, int V>
+  // sums += rows (signed bytes) x codes (bytes, signed or not)
+  template <int R, int V, bool Signed>
   void dot_bytes() {
     constexpr int C = 2 * R + V, A = 4 + R, B = 6 + V;
     check<C, A, B>();
@@ -46,7 +46,8 @@ class Tiles {
       for (int k = 0; k < shape_[A].bytes / 4; ++k) {
         for (int n = 0; n < shape_[C].bytes / 4; ++n) {
           for (int j = 0; j < 4; ++j) {
-            sums[n] += static_cast<std::int8_t>(data_[A][m][4 * k + j]) * data_[B][k][4 * n + j];
+            const int code = Signed ? static_cast<std::int8_t>(data_[B][k][4 * n + j]) : data_[B][k][4 * n + j];
+            sums[n] += static_cast<std::int8_t>(data_[A][m][4 * k + j]) * code;
           }
         }
       }
@@ -144,12 +145,16 @@ class Tiles {
     if constexpr (T == 3) _tile_stored(3, to, stride);
     asm volatile("" ::: "memory");
   }
-  template <int R, int V>
+  template <int R, int V, bool Signed>
   void dot_bytes() {
-    if constexpr (R == 0 && V == 0) _tile_dpbsud(0, 4, 6);
-    if constexpr (R == 0 && V == 1) _tile_dpbsud(1, 4, 7);
-    if constexpr (R == 1 && V == 0) _tile_dpbsud(2, 5, 6);
-    if constexpr (R == 1 && V == 1) _tile_dpbsud(3, 5, 7);
+    if constexpr (R == 0 && V == 0 && Signed) _tile_dpbssd(0, 4, 6);
+    if constexpr (R == 0 && V == 1 && Signed) _tile_dpbssd(1, 4, 7);
+    if constexpr (R == 1 && V == 0 && Signed) _tile_dpbssd(2, 5, 6);
+    if constexpr (R == 1 && V == 1 && Signed) _tile_dpbssd(3, 5, 7);
+    if constexpr (R == 0 && V == 0 && !Signed) _tile_dpbsud(0, 4, 6);
+    if constexpr (R == 0 && V == 1 && !Signed) _tile_dpbsud(1, 4, 7);
+    if constexpr (R == 1 && V == 0 && !Signed) _tile_dpbsud(2, 5, 6);
+    if constexpr (R == 1 && V == 1 && !Signed) _tile_dpbsud(3, 5, 7);
   }
   template <int R, int V>
   void dot_bf16() {
