@@ -45,7 +45,7 @@ SCHEMA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    running = Live(lambda observer: AsyncEngine.launch(None, CONFIG, "shipped", observer=observer))
+    running = Live(lambda observer: AsyncEngine.launch(None, CONFIG, "shipped"))
     running.start()
     assert running.ready.wait(60), running.error
     yield running

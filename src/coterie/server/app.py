@@ -13,7 +13,6 @@ from typing import Any, TypeVar, get_args
 import msgspec
 from fastapi import FastAPI
 from msgspec import Struct
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -83,7 +82,7 @@ def path_label(path: str) -> str:
 
 def create_app(state: ServerState) -> FastAPI:
     """The ASGI application over a state."""
-    app = FastAPI(title="Coterie", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Coterie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
     _add_status_routes(app, state)
@@ -280,13 +279,16 @@ def _status(text: str, status: int) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    code, reason = None, str(error.detail)
+    code, reason, headers = None, str(error.detail), dict(error.headers or {})
     if error.status_code == 404:
         code, reason = "route_not_found", "there is no such route; GET /openapi.json lists what there is"
     elif error.status_code == 405:
-        code, reason = "method_not_allowed", f"this route takes {Headers(error.headers).get('allow', 'another method')}"
+        # A GET route answers HEAD as well, though the router knows them apart.
+        allowed = {"GET": "GET, HEAD"}.get(headers["Allow"], headers["Allow"])
+        headers["Allow"] = allowed
+        code, reason = "method_not_allowed", f"this route takes {allowed}"
     message = f"{request.method} {request.url.path[:200]}: {reason}"
-    return error_response(ApiError(Fault(error.status_code, message, code=code)), error.headers)
+    return error_response(ApiError(Fault(error.status_code, message, code=code)), headers)
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:

@@ -20,6 +20,8 @@ _INVALID = "invalid_request_error"
 _PATH = re.compile(r" - at (?:`key` in |`[^`$]*` in )?`\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 _NOT_A_NUMBER = re.compile(rb'"(\w{1,64})"\s*:\s*(-?(?:NaN|Infinity|nan|inf))')
+_FIELD = re.compile(rb'"([A-Za-z_]\w{0,63})"\s*:')
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +121,20 @@ def from_decode_error(error: Exception, body: bytes) -> ApiError:
             field = f"{where[1]}.{found[1]}" if where and where[1] else found[1]
             return bad_request(f"{field}: this field is required", param=field)
         if found := _PATH.search(text):
-            return bad_request(f"{found[1]}: {text[: found.start()]}", param=found[1] or None)
+            field = found[1].removesuffix("[...]")
+            return bad_request(f"{field}: {text[: found.start()]}", param=field or None)
         return bad_request(text)
     if isinstance(error, RecursionError):
         return bad_request("the body is nested too deeply")
     if not body.strip():
         return bad_request("the body is empty; a JSON object is expected")
     if found_number := _NOT_A_NUMBER.search(body):
-        field = found_number[1].decode("ascii", "replace")
-        value = found_number[2].decode("ascii")
+        # In a map of token ids, the field is the map.
+        names = _FIELD.findall(body[: found_number.start(2)]) or [found_number[1]]
+        field, value = names[-1].decode("ascii", "replace"), found_number[2].decode("ascii")
         return bad_request(f"{field}: {value} is not a JSON number; send a finite one", param=field)
-    return bad_request(f"the body is not valid JSON: {text}")
+    hint = "; it holds half of a surrogate pair" if "truncated" in text and _SURROGATE.search(body) else ""
+    return bad_request(f"the body is not valid JSON: {text}{hint}")
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:

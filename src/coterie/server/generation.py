@@ -180,7 +180,11 @@ class Generation:
     def _translated(self, raised: Exception, index: int) -> Exception:
         """An engine's error as the client hears of it."""
         if isinstance(raised, InvalidRequest):
-            return bad_request(str(raised), param=self._names.get(raised.param, raised.param))
+            name = self._names.get(raised.param, raised.param)
+            message = str(raised)
+            if raised.param == "max_tokens":
+                message = message.replace("max_tokens", name)
+            return bad_request(message, param=name)
         error = as_api_error(raised)
         if error is None:
             logger.error("request %s failed", self.jobs[index].request_id, exc_info=raised)

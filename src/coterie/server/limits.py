@@ -6,6 +6,7 @@ Not here: what the body means. A request that fails here never reaches the decod
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -81,9 +82,14 @@ class BodyLimits:
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
-    """Read the whole body or raise: 413 too long, 408 too slow, 415 compressed, 400 nested too deep."""
+    """Read the whole body or raise: 413 too long, 408 too slow, 415 compressed or a form, 400 nested too deep."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if "origin" in request.headers and kind != "application/json":
+        # Browsers let any page send forms and plain text to this machine without asking; JSON they ask for first.
+        message = f"content-type {kind!r}: a browser must send application/json"
+        raise ApiError(Fault(415, message, code="unsupported_media_type", close=True))
     encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
+    if encoding.strip().lower() != "identity":
         message = f"content-encoding {encoding!r} is not supported; send the body uncompressed"
         raise ApiError(Fault(415, message, code="unsupported_encoding", close=True))
     declared = request.headers.get("content-length", "0")
@@ -95,6 +101,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     except TimeoutError:
         message = f"the body did not arrive within {limits.max_seconds:g} s (the server's --max-body-seconds)"
         raise ApiError(Fault(408, message, code="request_timeout", retry=False, close=True)) from None
+    body = body.removeprefix(codecs.BOM_UTF8)
     depth = json_depth(body)
     if depth > limits.max_depth:
         message = f"the body nests {depth} brackets deep; at most {limits.max_depth} are accepted (--max-json-depth)"

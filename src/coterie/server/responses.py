@@ -176,6 +176,9 @@ def _call(item: InputItem, where: str) -> dict[str, Any]:
 
 def _message(item: InputItem, where: str) -> Message:
     if item.type == "function_call_output":
+        if item.output is None:
+            message = f"{where}.output: a string or a list of text parts is required"
+            raise bad_request(message, param=f"{where}.output")
         return Message(role="tool", content=item.output, tool_call_id=item.call_id)
     if item.type not in (None, "message"):
         raise not_supported(where, f"items of type {item.type[:50]!r} are not supported")
