@@ -195,10 +195,13 @@ def test_engine_flags_cover_the_engine_config_and_mean_its_fields():
 
 def test_server_flags_cover_the_server_config_and_help_prints_the_limits():
     from coterie.cli.serve import SERVER_OPTIONS, serve, server_config
-    from coterie.server.config import ServerConfig
+    from coterie.server.config import ParserNames, ServerConfig
 
     flags = {parameter.name: parameter for parameter in serve.params}
-    assert {field.name for field in fields(ServerConfig)} <= flags.keys()
+    assert {field.name for field in fields(ServerConfig)} - {"parsers"} <= flags.keys()
+    asked = "--reasoning-parser none --tool-call-parser qwen3 --enable-auto-tool-choice"
+    named = serve.make_context("serve", asked.split())
+    assert server_config(named.params).parsers == ParserNames(reasoning="none", tool_calls="qwen3")
     context = serve.make_context("serve", [])
     assert server_config(context.params) == ServerConfig()
     text = " ".join(serve.get_help(context).split())

@@ -51,6 +51,7 @@ class ByteTokenizer:
         self.chat_template = chat_template
         self.bos_token, self.eos_token = "<s>", "</s>"
         self.bos_token_id = BOS
+        self.special_ids = frozenset({BOS, BOS + 1})
         self.vocab_size = 258
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -100,11 +101,11 @@ def logprob_row(token: int, k: int) -> list[TokenLogprob]:
 class MockEngine:
     """Runs a script for each request; counts what was started, finished and aborted."""
 
-    def __init__(self, script: Script | None = None, tokenizer: Any = "bytes") -> None:
+    def __init__(self, script: Script | None = None, tokenizer: Any = "bytes", context: int = CONTEXT) -> None:
         self.model_name = "mock-model"
         self.spec = SimpleNamespace(vocab_size=VOCAB)
         self.tokenizer: Any = ByteTokenizer() if tokenizer == "bytes" else tokenizer
-        self.max_model_len = CONTEXT
+        self.max_model_len = context
         self.config, self.service = EngineConfig(), NO_CLASSES
         self.observer = RequestObserver()
         self.script = script or say("Hello")
@@ -117,7 +118,7 @@ class MockEngine:
         self.ready = self.alive = True
         self.max_open = 1000
         self.now: Stats | None = Stats(0, 0, 0.0, 10, 0, 0, 0, 0, 0, 0, {"attention": 1.5})
-        self._door = Door(vocab_size=VOCAB, max_model_len=CONTEXT, max_running=8, max_queued=8, has_text=True)
+        self._door = Door(vocab_size=VOCAB, max_model_len=context, max_running=8, max_queued=8, has_text=True)
 
     def stream(
         self,

@@ -284,8 +284,7 @@ def test_unknown_fields_are_told_once(caplog):
 
 
 @pytest.mark.parametrize("extra", [
-    {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"tool_choice": "required"},
-    {"tool_choice": {"type": "function", "function": {"name": "f"}}}, {"response_format": {"type": "structural_tag"}},
+    {"response_format": {"type": "structural_tag"}},
     {"functions": [{"name": "f"}]}, {"audio": {"voice": "a"}}, {"allowed_token_ids": [5]}, {"bad_words": ["a"]},
     {"return_token_ids": True}, {"echo": True},
 ])  # fmt: skip

@@ -131,9 +131,12 @@ def test_parts_roles_and_arguments_reach_the_template(tmp_path):
     shown = bytes(post(state, "/tokenize", body).json()["tokens"]).decode()
     messages = [
         {"role": "system", "content": "ab"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "f"}}]},
+        {
+            "role": "assistant", "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}],
+        },
         {"role": "tool", "content": "42", "tool_call_id": "1"},
-    ]
+    ]  # fmt: skip
     assert shown == json.dumps(messages) + "TruelowFalse"
 
 

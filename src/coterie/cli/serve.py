@@ -27,7 +27,7 @@ from coterie.cli.service import SERVICE_OPTIONS, checked_key, read_keys, service
 from coterie.engine.config import NO_CLASSES, ServiceConfig
 from coterie.engine.frontend import AsyncEngine
 from coterie.observe.requests import RequestObserver
-from coterie.server.config import ServerConfig
+from coterie.server.config import ParserNames, ServerConfig
 from coterie.server.run import serve as run_server
 
 SERVER = ServerConfig()
@@ -49,6 +49,12 @@ SERVER_OPTIONS: tuple[Decorator, ...] = (
                  help="Name that clients use. [default: the folder's]"),
     click.option("--chat-template", type=click.Path(exists=True, dir_okay=False),
                  help="Jinja file that replaces the model's template."),
+    click.option("--reasoning-parser", default=SERVER.parsers.reasoning, show_default=True, metavar="NAME",
+                 help="How thinking is marked: a family's name, auto (by the chat template) or none."),
+    click.option("--tool-call-parser", default=SERVER.parsers.tool_calls, show_default=True, metavar="NAME",
+                 help="How tool calls are written: a family's name, auto (by the chat template) or none."),
+    click.option("--enable-auto-tool-choice", is_flag=True, expose_value=False,
+                 help="Accepted and not needed: models may always choose tools."),
     click.option("--strict-api", is_flag=True, help="Refuse request fields that are not known."),
     click.option("--metrics-compat", type=click.Choice(["none", "vllm"]), default=SERVER.metrics_compat,
                  show_default=True, help="Repeat the core metrics under another engine's names."),
@@ -143,8 +149,9 @@ def log_to_stderr(level: str) -> None:
 
 def server_config(values: Mapping[str, Any], service: ServiceConfig = NO_CLASSES) -> ServerConfig:
     """Build the ServerConfig from a command's values; what has no flag keeps its default."""
-    names = {field.name for field in fields(ServerConfig)} - {"key_table"}
-    config = ServerConfig(**{name: value for name, value in values.items() if name in names})
+    names = {field.name for field in fields(ServerConfig)} - {"key_table", "parsers"}
+    parsers = ParserNames(reasoning=values["reasoning_parser"], tool_calls=values["tool_call_parser"])
+    config = ServerConfig(parsers=parsers, **{name: value for name, value in values.items() if name in names})
     if values["key_table"] is None:
         return config if config.api_key is None else replace(config, api_key=checked_key(config.api_key, "--api-key"))
     if config.api_key is not None:

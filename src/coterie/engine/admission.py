@@ -11,7 +11,7 @@ from coterie.engine.build import EngineInfo
 from coterie.engine.classes import ClassTable
 from coterie.engine.config import NO_CLASSES, ServiceConfig
 from coterie.engine.errors import InvalidRequest
-from coterie.engine.grammar_check import GrammarCheck
+from coterie.engine.grammar_check import GrammarCheck, Outline
 from coterie.engine.messages import SamplingParams
 from coterie.engine.queue_door import QueueDoor
 from coterie.engine.sampling_params import validate, validate_prompt
@@ -29,7 +29,7 @@ class Door:
     max_queued: int
     has_text: bool
     has_end: bool = False
-    grammars: GrammarCheck = field(default_factory=GrammarCheck)
+    grammars: GrammarCheck = field(default_factory=lambda: GrammarCheck(Outline(0, {})))
     service: ServiceConfig = NO_CLASSES
 
     @classmethod
@@ -43,6 +43,7 @@ class Door:
             has_text=info.files.tokenizer is not None,
             has_end=info.files.tokenizer is not None and bool(info.files.eos_token_ids),
             service=info.service,
+            grammars=GrammarCheck(_outline(info)),
         )
 
     @property
@@ -81,3 +82,9 @@ class Door:
         if not self.has_end:
             raise InvalidRequest("grammar", "a grammar needs a tokenizer and an end token, which this model has not")
         self.grammars.check(grammar)
+
+
+def _outline(info: EngineInfo) -> Outline:
+    tokenizer = info.files.tokenizer
+    special = {} if tokenizer is None else {token: tokenizer.id_to_token(token) for token in tokenizer.special_ids}
+    return Outline(info.files.num_generated_ids, {token: text for token, text in special.items() if text})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coterie.engine.messages import SamplingParams, TokenLogprob
@@ -27,9 +28,11 @@ class IncrementalDetokenizer:
     the end is one U+FFFD. A SentencePiece text keeps its leading space: it continues a prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown_special_ids: Iterable[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window = _Window(tokenizer) if tokenizer.form == "other" else None
 
@@ -109,6 +112,11 @@ class StopChecker:
         self._held += text
         return self._scan(final=False)
 
+    def take(self) -> str:
+        """What is held back, which is forgotten here. After a match it begins with that."""
+        text, self._held = self._held, ""
+        return text
+
     def skip(self, text: str) -> str:
         """Show text without watching it; only before anything is watched."""
         assert not self._held, "skip() after push()"
@@ -170,7 +178,11 @@ class ChoiceText:
         self._detokenizer = (
             None
             if tokenizer is None
-            else IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            else IncrementalDetokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                shown_special_ids=params.shown_special_ids,
+            )
         )
         self._stops = StopChecker(params.stop)
         self._min_tokens = params.min_tokens

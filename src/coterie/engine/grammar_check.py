@@ -2,9 +2,9 @@
 
 llguidance recurses on what a text nests or refers to and does not count all of its work, so a hostile text can overflow
 a stack or never end. Neither can be stopped inside a process that serves others. So the parent (`GrammarCheck`) keeps
-one child (`python -m coterie.engine.grammar_check`), started for the first grammar, that compiles every new text for a
-vocabulary of the 256 bytes on a small stack; a child that dies or is late is replaced and its text refused. Masks need
-no such care: their work is counted.
+one child (`python -m coterie.engine.grammar_check`), started for the first grammar, that compiles every new text on a
+small stack, for a vocabulary of the bytes and the model's special tokens; a child that dies or is late is replaced and
+its text refused. Masks need no such care: their work is counted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import llguidance
 
@@ -46,10 +48,20 @@ def first_line(message: str) -> str:
     return (message.strip().splitlines() or ["unknown error"])[0][:300]
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What of a vocabulary a grammar can name: how many ids there are, and the special tokens by their id. At least 256
+    ids are not special."""
+
+    size: int
+    special: Mapping[int, str]
+
+
 class GrammarCheck:
     """The parent's side. Safe to share between threads; a text that passed is remembered."""
 
-    def __init__(self) -> None:
+    def __init__(self, outline: Outline) -> None:
+        self._outline = outline
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._known: OrderedDict[str, None] = OrderedDict()
@@ -111,6 +123,10 @@ class GrammarCheck:
         command = [sys.executable, "-m", "coterie.engine.grammar_check"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._child = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
+        assert self._child.stdin is not None
+        special = {str(token): text for token, text in self._outline.special.items()}
+        self._child.stdin.write(json.dumps([self._outline.size, special]).encode() + b"\n")
+        self._child.stdin.flush()
         _read_line(self._child, _START_SECONDS)
         return self._child
 
@@ -137,23 +153,35 @@ def _read_line(child: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 class _Bytes:
-    """The 256 bytes and an end token, as llguidance asks for a vocabulary."""
+    """The bytes and the special tokens, as llguidance asks for a vocabulary; ids that are neither are empty."""
 
     is_tokenizer_wrapper = True
-    eos_token_id = 256
     bos_token_id = None
-    special_token_ids = (256,)
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __init__(self, size: int, special: Mapping[str, str]) -> None:
+        named = {int(token): text.encode() for token, text in special.items()}
+        self.size = max(size, 257)
+        plain = [token for token in range(self.size) if token not in named][:256]
+        self._ids = dict(enumerate(plain))
+        self.eos_token_id = max(named, default=self.size - 1)
+        self.special_token_ids = sorted({*named, self.eos_token_id})
+        spelled = {token: bytes([byte]) for byte, token in self._ids.items()} | named
+        self.tokens = [spelled.get(token, b"") for token in range(self.size)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
+        return [self._ids[byte] for byte in (text.encode() if isinstance(text, str) else text)]
 
 
 def main() -> None:
-    """The child: a text a line on stdin, what is wrong with it a line on stdout; both are JSON strings."""
+    """The child: the outline, then a text a line on stdin, what is wrong with it a line on stdout; all are JSON."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    vocabulary = llguidance.LLTokenizer(_Bytes(), n_vocab=257, eos_token=[256])  # type: ignore[arg-type]
+    spelling = _Bytes(*json.loads(sys.stdin.buffer.readline()))
+    vocabulary = llguidance.LLTokenizer(
+        spelling,  # type: ignore[arg-type]
+        n_vocab=spelling.size,
+        eos_token=[spelling.eos_token_id],
+    )
     print('""', flush=True)
     for line in sys.stdin.buffer:
         signal.alarm(math.ceil(2 * SECONDS))  # should the parent be gone, nobody else ends a trial

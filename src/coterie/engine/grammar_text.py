@@ -43,3 +43,11 @@ def choice(options: Sequence[str]) -> str:
 def literal(text: str) -> str:
     """A text as a part of a Lark rule."""
     return json.dumps(text)
+
+
+def composed(rules: str, body: str) -> str:
+    """Lark rules that refer to another grammar as `@body`. Raises ValueError if that is not Lark itself."""
+    if body.lstrip().startswith("{"):
+        raise ValueError("a grammar in JSON form cannot be a part of another")
+    parts = [{"name": "top", "lark_grammar": rules}, {"name": "body", "lark_grammar": body}]
+    return json.dumps({"grammars": parts})

@@ -21,7 +21,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chosen token's log-probability and the k best; `prompt_logprobs` likewise for the prompt. `stop` strings live in the
     front end. `max_tokens` None means the room left in the context. `grammar`: a text that the answer must follow, in
     llguidance's Lark dialect or its JSON form (`engine.grammar_text` writes them); the end token is allowed only where
-    the grammar is fulfilled, and `max_tokens` may cut it anywhere.
+    the grammar is fulfilled, and `max_tokens` may cut it anywhere. `shown_special_ids`: special tokens that are text
+    for the front end in spite of `skip_special_tokens`.
     """
 
     temperature: float = 1.0
@@ -44,6 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str | None = None
+    shown_special_ids: tuple[int, ...] = ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -72,12 +72,31 @@ class ChatLogprobs(Struct, frozen=True):
     refusal: None = None
 
 
-class AssistantMessage(Struct, frozen=True):
-    """A finished chat answer."""
+class FunctionCall(Struct, frozen=True):
+    """`arguments`: the JSON text of an object."""
 
-    role: Literal["assistant"]
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A call that the model wants made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class AssistantMessage(Struct, frozen=True, kw_only=True):
+    """A finished chat answer. `reasoning` repeats `reasoning_content`: clients read one or the other. `content` is null
+    if there are calls and no text."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -103,11 +122,30 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     service_tier: str | UnsetType = UNSET
 
 
+class FunctionDelta(Struct, frozen=True, kw_only=True):
+    """What a chunk adds to a function call: first the name with empty arguments, then arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct, frozen=True, kw_only=True):
+    """What a chunk adds to call number `index`; the first chunk of a call has its id."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(Struct, frozen=True, kw_only=True):
-    """What a chunk adds to a message."""
+    """What a chunk adds to a message. `reasoning` repeats `reasoning_content`."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):

@@ -1,14 +1,14 @@
 """POST /v1/chat/completions: messages in, one assistant message a choice out, streamed or whole.
 
 Both forms are made from the same events, so they say the same. Not here: prompts (`server.prompts`), the run
-(`server.generation`), grammars (`server.structured`), tools (refused, not ignored).
+(`server.generation`), what is asked of the answer (`server.structured`, `server.tools`), reading it (`server.reader`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from coterie.engine.messages import TokenLogprob
 from coterie.engine.output import ChoiceDelta, PromptInfo
@@ -20,13 +20,21 @@ from coterie.server.answers import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from coterie.server.errors import bad_request, not_supported
+from coterie.server.forcing import Opening, answer_grammar, special_in
+from coterie.server.formats import HERMES
 from coterie.server.generation import Event, PromptJob
 from coterie.server.logprobs import chat_logprobs
+from coterie.server.parsers import Parsed, ParseRules, start_of
 from coterie.server.prompts import ChatFields, chat_prompt, encode_messages
 from coterie.server.protocol import ChatRequest
+from coterie.server.reader import ChoiceReader, Reading, call_id
 from coterie.server.sampling import (
     Wanted,
     asked_length,
@@ -38,6 +46,7 @@ from coterie.server.sampling import (
 from coterie.server.state import ServedModel, ServerState
 from coterie.server.streaming import Envelope, StreamWriter, Tally, usage_wanted
 from coterie.server.structured import Structure, wanted_structure
+from coterie.server.tools import ToolUse, tool_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,7 @@ class ChatCall:
     job: PromptJob
     num_top: int | None
     structure: Structure | None
+    reading: Reading
 
     @property
     def names(self) -> dict[str, str]:
@@ -61,6 +71,10 @@ class ChatCall:
     def jobs(self) -> list[PromptJob]:
         """A chat is one prompt."""
         return [self.job]
+
+    def reader(self) -> ChoiceReader:
+        """For one choice."""
+        return ChoiceReader(self.reading, self.model.tokenizer)
 
     def writer(self) -> StreamWriter:
         """For the streamed form."""
@@ -75,29 +89,61 @@ async def prepare_chat(
     state: ServerState, model: ServedModel, request: ChatRequest, prefix: str = "chatcmpl-"
 ) -> ChatCall:
     """Check the request's own rules, render and encode its prompt. `prefix`: how the answer's id begins."""
-    refuse_unsupported(request)
+    use = tool_use(request)
     structure = wanted_structure(request)
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     if num_top is None and request.top_logprobs:
         raise bad_request("top_logprobs: set logprobs to true as well", param="top_logprobs")
     check_fan_out(1, request, state.config.max_choices, model.max_sequences)
-    fields = ChatFields(request.add_generation_prompt, request.reasoning_effort, request.chat_template_kwargs)
-    token_ids = await encode_messages(model, chat_prompt(request.messages, fields, state.config.max_messages))
-    max_tokens = asked_length(request)
-    token_ids = truncated(token_ids, request.truncate_prompt_tokens, model.engine.max_model_len - (max_tokens or 1))
+    fields = ChatFields(
+        request.add_generation_prompt,
+        request.reasoning_effort,
+        request.chat_template_kwargs,
+        None if use is None else use.declared,
+    )
+    prompt = await encode_messages(model, chat_prompt(request.messages, fields, state.config.max_messages))
+    max_tokens, room = asked_length(request), model.engine.max_model_len
+    token_ids = truncated(prompt.token_ids, request.truncate_prompt_tokens, room - (max_tokens or 1))
+    plan = plan_answer(model, prompt.text, use, structure)
+    structure = plan.structure
     grammar = None if structure is None else structure.grammar
-    params = sampling_params(request, Wanted(max_tokens, num_top, grammar=grammar))
+    wanted = Wanted(max_tokens, num_top, grammar=grammar, shown_special_ids=plan.shown_special_ids)
+    params = sampling_params(request, wanted)
     include, continuous = usage_wanted(request)
     envelope = model.envelope(prefix, include_usage=include, continuous_usage=continuous)
-    return ChatCall(model, request, envelope, PromptJob(envelope.id, token_ids, params), num_top, structure)
+    job = PromptJob(envelope.id, token_ids, params)
+    return ChatCall(model, request, envelope, job, num_top, structure, plan.reading)
 
 
-def refuse_unsupported(request: ChatRequest) -> None:
-    """Tools change the answer: they are refused until they work."""
-    if request.tools and request.tool_choice != "none":
-        raise not_supported("tools", "tool calls are not supported yet; leave it out")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise not_supported("tool_choice", "tool calls are not supported yet; use \"none\" or leave it out")
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """What an answer must follow and how it is read."""
+
+    structure: Structure | None
+    reading: Reading
+    shown_special_ids: tuple[int, ...] = ()
+
+
+def plan_answer(model: ServedModel, prompt: str, use: ToolUse | None, structure: Structure | None) -> AnswerPlan:
+    """From the end of the prompt, the model's formats and the request. Raises ApiError if calls cannot be forced."""
+    thinking, form, tokenizer = model.formats.thinking, model.formats.calls, model.tokenizer
+    if use is not None and form is None:
+        if use.forced:
+            raise not_supported("tool_choice", "the server runs with --tool-call-parser none; use auto or none")
+        use = None
+    if tokenizer is None or (thinking is None and use is None):
+        return AnswerPlan(structure, Reading())
+    start = start_of(prompt, thinking)
+    structure = answer_grammar(structure, use, form or HERMES, Opening(thinking, start), tokenizer)
+    rules = ParseRules(
+        thinking,
+        None if use is None else form,
+        {} if use is None else use.tools,
+        None if use is None or use.many else 1,
+    )
+    tags = "".join((*(rules.calls.tags if rules.calls else ()), *((thinking.open, thinking.close) if thinking else ())))
+    shown = tuple(sorted(special_in(tokenizer, tags)))
+    return AnswerPlan(structure, Reading(rules, start, tokenizer.special_ids.difference(shown)), shown)
 
 
 class ChatWriter(StreamWriter):
@@ -106,6 +152,7 @@ class ChatWriter(StreamWriter):
     def __init__(self, call: ChatCall) -> None:
         super().__init__(call.envelope, len(call.job.token_ids))
         self._call = call
+        self._readers = [call.reader() for _ in range(call.job.params.n)]
 
     def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
         """The role chunks."""
@@ -115,15 +162,19 @@ class ChatWriter(StreamWriter):
     def delta(self, index: int, delta: ChoiceDelta) -> list[Struct]:
         """Text, if there is any, then the end, if this is it."""
         chunks: list[Struct] = []
+        reader = self._readers[delta.index]
         logprobs = _logprobs(self._call, delta.logprobs)
-        if delta.text or logprobs is not None:
-            shown = ChatDelta(content=delta.text)
-            chunks.append(self._chunk(ChatChunkChoice(index=delta.index, delta=shown, logprobs=logprobs)))
+        before = reader.num_calls
+        shown = _deltas(reader.read(delta), before)
+        self.tally.reasoning = sum(reader.reasoning_tokens for reader in self._readers)
+        for one in shown or ([ChatDelta(content="")] if logprobs is not None else []):
+            chunks.append(self._chunk(ChatChunkChoice(index=delta.index, delta=one, logprobs=logprobs)))
+            logprobs = None
         if delta.finish_reason is not None:
             end = ChatChunkChoice(
                 index=delta.index,
                 delta=ChatDelta(),
-                finish_reason=delta.finish_reason,
+                finish_reason=reader.finish_reason,
                 stop_reason=delta.stop_reason,
             )
             chunks.append(self._chunk(end))
@@ -149,11 +200,30 @@ class ChatWriter(StreamWriter):
         )
 
 
+def _deltas(found: Parsed, num_calls: int) -> list[ChatDelta]:
+    """What was read, as deltas. Content that was sent cannot be called reasoning any more, so none here is either."""
+    deltas = []
+    reasoning, content = (
+        ("", found.reasoning + found.content) if found.reassigned else (found.reasoning, found.content)
+    )
+    if reasoning:
+        deltas.append(ChatDelta(reasoning_content=reasoning, reasoning=reasoning))
+    if content:
+        deltas.append(ChatDelta(content=content))
+    for index, call in enumerate(found.calls, start=num_calls):
+        named = FunctionDelta(name=call.name, arguments="")
+        begun = ToolCallDelta(index=index, id=call.id or call_id(), type="function", function=named)
+        rest = ToolCallDelta(index=index, function=FunctionDelta(arguments=call.arguments))
+        deltas += [ChatDelta(tool_calls=[begun]), ChatDelta(tool_calls=[rest])]
+    return deltas
+
+
 @dataclass(slots=True)
 class _Choice:
     """A choice while it is gathered."""
 
-    text: list[str] = field(default_factory=list)
+    reader: ChoiceReader
+    found: Parsed = field(default_factory=Parsed)
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
     end: ChoiceDelta | None = None
 
@@ -161,15 +231,16 @@ class _Choice:
 def chat_completion(call: ChatCall, events: list[Event]) -> ChatCompletion:
     """The whole answer from all events of a finished run."""
     tally = Tally(len(call.job.token_ids))
-    choices = [_Choice() for _ in range(call.job.params.n)]
+    choices = [_Choice(call.reader()) for _ in range(call.job.params.n)]
     for event in events:
         tally.add(event)
         if isinstance(event.value, ChoiceDelta):
             choice = choices[event.value.index]
-            choice.text.append(event.value.text)
+            choice.found = choice.found.joined(choice.reader.read(event.value))
             choice.logprobs.extend(event.value.logprobs or ())
             if event.value.finish_reason is not None:
                 choice.end = event.value
+    tally.reasoning = sum(choice.reader.reasoning_tokens for choice in choices)
     envelope = call.envelope
     return ChatCompletion(
         id=envelope.id,
@@ -183,13 +254,27 @@ def chat_completion(call: ChatCall, events: list[Event]) -> ChatCompletion:
 
 
 def _finished(call: ChatCall, index: int, choice: _Choice) -> ChatChoice:
-    assert choice.end is not None and choice.end.finish_reason is not None, "the run ended before this choice did"
+    finish_reason = choice.reader.finish_reason
+    assert choice.end is not None and finish_reason is not None, "the run ended before this choice did"
     return ChatChoice(
         index=index,
-        message=AssistantMessage("assistant", "".join(choice.text)),
+        message=_message(choice.found),
         logprobs=None if call.num_top is None else chat_logprobs(call.model.tokenizer, choice.logprobs, call.num_top),
-        finish_reason=choice.end.finish_reason,
+        finish_reason=finish_reason,
         stop_reason=choice.end.stop_reason,
+    )
+
+
+def _message(found: Parsed) -> AssistantMessage:
+    reasoning = found.reasoning or UNSET
+    calls = [
+        ToolCall(id=call.id or call_id(), function=FunctionCall(call.name, call.arguments)) for call in found.calls
+    ]
+    return AssistantMessage(
+        content=None if calls and not found.content else found.content,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=calls or UNSET,
     )
 
 

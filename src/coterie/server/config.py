@@ -6,7 +6,7 @@ and are published in /openapi.json.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from coterie.engine.messages import ServiceClass
@@ -23,12 +23,20 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParserNames:
+    """How answers are read: a family's name, "auto" (by the chat template) or "none" (`server.formats`)."""
+
+    reasoning: str = "auto"
+    tool_calls: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Every field has a flag (`coterie serve --help`). Limits are in bytes, seconds or counts as the name says; port 0
     takes a free one.
 
-    api_key: the only key. key_table: any of these keys, instead.
-    chat_template: a file that replaces the model's own template. metrics_compat "vllm" repeats the core metrics under
+    api_key: the only key. key_table: any of these keys, instead. chat_template: a file that replaces the model's own
+    template. parsers: how its answers are read. metrics_compat "vllm" repeats the core metrics under
     `vllm:` names. shutdown_seconds: how long running requests may finish after SIGTERM before they are aborted.
     """
 
@@ -38,6 +46,7 @@ class ServerConfig:
     key_table: tuple[ApiKey, ...] = ()
     served_model_name: str | None = None
     chat_template: str | None = None
+    parsers: ParserNames = field(default_factory=ParserNames)
     strict_api: bool = False
     metrics_compat: Literal["none", "vllm"] = "none"
     max_body_bytes: int = 8 * 1024 * 1024

@@ -7,12 +7,13 @@ template writes its own BOS and is encoded without special tokens; a raw prompt 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from coterie.server.errors import ApiError, bad_request, not_supported
-from coterie.server.protocol import ROLES, ContentPart, Message
+from coterie.server.protocol import ROLES, ContentPart, EarlierCall, Message
 from coterie.server.state import ServedModel
 from coterie.server.templates import ChatPrompt
 
@@ -38,12 +39,12 @@ async def encode_text(model: ServedModel, text: str, *, add_special_tokens: bool
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
-async def encode_messages(model: ServedModel, prompt: ChatPrompt) -> list[int]:
-    """Token ids of a chat, ready for the answer."""
+async def encode_messages(model: ServedModel, prompt: ChatPrompt) -> EncodedPrompt:
+    """A chat, ready for the answer."""
     if model.tokenizer is None:
         raise bad_request(f"{model.name} has no tokenizer: send token ids to /v1/completions", param="messages")
     text = await model.template.render(prompt)
-    return await encode_text(model, text, add_special_tokens=model.template.is_fallback)
+    return EncodedPrompt(text, await encode_text(model, text, add_special_tokens=model.template.is_fallback))
 
 
 async def encode_prompts(
@@ -83,6 +84,7 @@ class ChatFields:
     add_generation_prompt: bool | None
     reasoning_effort: str | None
     arguments: Mapping[str, Any] | None
+    tools: list[dict[str, Any]] | None = None
 
 
 def chat_prompt(messages: Sequence[Message], fields: ChatFields, max_messages: int) -> ChatPrompt:
@@ -90,11 +92,23 @@ def chat_prompt(messages: Sequence[Message], fields: ChatFields, max_messages: i
     if len(messages) > max_messages:
         message = f"messages: {len(messages)} messages; at most {max_messages} are accepted (--max-messages)"
         raise bad_request(message, param="messages")
+    plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return ChatPrompt(plain, fields.add_generation_prompt is not False, _arguments(fields), fields.tools)
+
+
+def _arguments(fields: ChatFields) -> dict[str, Any]:
+    """What the template is told beside the messages. Families call the switch of thinking `thinking` or
+    `enable_thinking`: either one sets both, and so does an effort."""
     arguments = dict(fields.arguments or {})
     if fields.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", fields.reasoning_effort)
-    plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    return ChatPrompt(plain, fields.add_generation_prompt is not False, arguments)
+    switch = arguments.get("thinking", arguments.get("enable_thinking"))
+    if switch is None and fields.reasoning_effort is not None:
+        switch = fields.reasoning_effort != "none"
+    if switch is not None:
+        arguments.setdefault("thinking", switch)
+        arguments.setdefault("enable_thinking", switch)
+    return arguments
 
 
 def _plain(message: Message, where: str) -> dict[str, Any]:
@@ -103,16 +117,25 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
         known = ", ".join(ROLES)
         raise bad_request(f"{where}.role: {message.role[:50]!r} is not one of {known}", param=f"{where}.role")
     content = message.content
-    if content is None and not (role == "assistant" and (message.tool_calls or message.reasoning_content)):
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if content is None and not (role == "assistant" and (message.tool_calls or reasoning)):
         raise bad_request(f"{where}.content: a string or a list of text parts is required", param=f"{where}.content")
     plain: dict[str, Any] = {"role": role, "content": _text(content, where)}
     optional = {
         "name": message.name,
-        "reasoning_content": message.reasoning_content,
-        "tool_calls": message.tool_calls,
+        "reasoning_content": reasoning,
+        "tool_calls": [_earlier_call(call) for call in message.tool_calls] if message.tool_calls else None,
         "tool_call_id": message.tool_call_id,
     }
     return plain | {key: value for key, value in optional.items() if value is not None}
+
+
+def _earlier_call(call: EarlierCall) -> dict[str, Any]:
+    """A call with its arguments as JSON text; the template gets them as it wants them (`server.call_style`)."""
+    arguments = call.function.arguments
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    function = {"name": call.function.name, "arguments": text}
+    return {"id": call.id or "call_0", "type": "function", "function": function}
 
 
 def _text(content: str | Sequence[ContentPart] | None, where: str) -> str:

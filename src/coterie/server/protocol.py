@@ -7,7 +7,7 @@ which sees every request right after. Not here: answers (`server.answers`).
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -42,7 +42,7 @@ Share = Annotated[float, _shown(0, 1)]
 
 IGNORED = frozenset({
     "user", "metadata", "store", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "parallel_tool_calls", "verbosity", "modalities", "max_tool_calls",
+    "verbosity", "modalities", "max_tool_calls",
 })  # fmt: skip
 """Fields that say nothing a text server of its own needs: accepted without a word."""
 
@@ -137,14 +137,33 @@ class ContentPart(Struct, frozen=True):
     refusal: str | None = None
 
 
+class EarlierFunction(Struct, frozen=True):
+    """`arguments`: JSON in a string, as OpenAI sends it, or the object itself."""
+
+    name: Name
+    arguments: str | dict[str, Any] | None = None
+
+
+class EarlierCall(Struct, frozen=True, kw_only=True):
+    """A call that an assistant's message of an earlier turn made."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: EarlierFunction
+
+
 class Message(Struct, frozen=True, kw_only=True):
-    """One message of a chat. The roles are system, developer (read as system), user, assistant, tool and function."""
+    """One message of a chat. The roles are system, developer (read as system), user, assistant, tool and function.
+
+    `reasoning` is another name of `reasoning_content`.
+    """
 
     role: Role
     content: str | Annotated[list[ContentPart], Meta(max_length=4096)] | None = None
     name: Name | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    reasoning: str | None = None
+    tool_calls: Annotated[list[EarlierCall], Meta(max_length=128)] | None = None
     tool_call_id: Name | None = None
 
 
@@ -160,6 +179,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
     tool_choice: Name | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
     chat_template_kwargs: TemplateArguments | None = None
     add_generation_prompt: bool | None = None
@@ -181,6 +201,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     model: Name | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None

@@ -19,7 +19,15 @@ from coterie.server.answers import ChatChunk, ChatLogprobs, ErrorDetail, Usage
 from coterie.server.chat import ChatCall, ChatWriter, chat_completion, prepare_chat
 from coterie.server.errors import ApiError, Fault, bad_request, not_supported
 from coterie.server.generation import Event, PromptJob
-from coterie.server.protocol import ChatRequest, JsonSchemaFormat, Message, ResponseFormat, SamplingFields
+from coterie.server.protocol import (
+    ChatRequest,
+    EarlierCall,
+    EarlierFunction,
+    JsonSchemaFormat,
+    Message,
+    ResponseFormat,
+    SamplingFields,
+)
 from coterie.server.responses_protocol import (
     ErrorEvent,
     IncompleteDetails,
@@ -93,8 +101,11 @@ async def prepare_responses(state: ServerState, model: ServedModel, request: Res
     if request.n not in (None, 1):
         raise not_supported("n", "a response has one choice; leave it out")
     messages, places = to_messages(request)
+    chat = _to_chat(request, messages)
+    if chat.tools and chat.tool_choice != "none":
+        raise not_supported("tools", "responses call no tools yet; use /v1/chat/completions")
     try:
-        return ResponsesCall(request, await prepare_chat(state, model, _to_chat(request, messages), "resp_"))
+        return ResponsesCall(request, await prepare_chat(state, model, chat, "resp_"))
     except ApiError as error:
         raise ApiError(_in_our_words(error.fault, places)) from error
 
@@ -114,6 +125,7 @@ def _to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
         top_logprobs=request.top_logprobs,
         tools=None if request.tools is None else [_tool(tool, i) for i, tool in enumerate(request.tools)],
         tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         chat_template_kwargs=request.chat_template_kwargs,
     )
@@ -148,7 +160,7 @@ def to_messages(request: ResponsesRequest) -> tuple[list[Message], list[str]]:
         places.append("instructions")
     if isinstance(request.input, str):
         return [*messages, Message(role="user", content=request.input)], [*places, "input"]
-    calls: list[dict[str, Any]] = []
+    calls: list[EarlierCall] = []
     for i, item in enumerate(request.input):
         where = f"input[{i}]"
         if item.type == "reasoning":
@@ -167,11 +179,11 @@ def to_messages(request: ResponsesRequest) -> tuple[list[Message], list[str]]:
     return messages, places
 
 
-def _call(item: InputItem, where: str) -> dict[str, Any]:
+def _call(item: InputItem, where: str) -> EarlierCall:
     for name in ("call_id", "name", "arguments"):
         if getattr(item, name) is None:
             raise bad_request(f"{where}.{name}: a string is required", param=f"{where}.{name}")
-    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+    return EarlierCall(id=item.call_id, function=EarlierFunction(item.name or "", item.arguments))
 
 
 def _message(item: InputItem, where: str) -> Message:
@@ -204,7 +216,7 @@ def finished_response(call: ResponsesCall, events: list[Event]) -> ResponseBody:
     answer = chat_completion(call.chat, events)
     choice = answer.choices[0]
     ended = _Ended(choice.finish_reason)
-    part = OutputText(text=choice.message.content, logprobs=_logprobs(choice.logprobs))
+    part = OutputText(text=choice.message.content or "", logprobs=_logprobs(choice.logprobs))
     return _body(call, ended.status, [_item(call, ended.status, [part])], answer.usage)
 
 
@@ -244,6 +256,7 @@ def _body(
         service_tier=envelope.service_tier,
         temperature=params.temperature,
         text=TextOptions(format=text.format or TextFormat(), verbosity=text.verbosity),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
         tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,

@@ -63,6 +63,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
     tool_choice: Name | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[Name, str], Meta(max_length=64)] | None = None
     chat_template_kwargs: TemplateArguments | None = None

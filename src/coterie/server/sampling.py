@@ -18,12 +18,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an endpoint makes of its own fields: length, log-probabilities, grammar."""
+    """What an endpoint makes of its own fields: length, log-probabilities, grammar, tags."""
 
     max_tokens: int | None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str | None = None
+    shown_special_ids: tuple[int, ...] = ()
 
 
 def sampling_params(request: SamplingFields, wanted: Wanted) -> SamplingParams:
@@ -51,6 +52,7 @@ def sampling_params(request: SamplingFields, wanted: Wanted) -> SamplingParams:
         logprobs=wanted.logprobs,
         prompt_logprobs=wanted.prompt_logprobs,
         grammar=wanted.grammar,
+        shown_special_ids=wanted.shown_special_ids,
     )
 
 

@@ -6,6 +6,7 @@ One per app, handed to the routes; no module global. Not here: routes, and how t
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from msgspec import UNSET
 from coterie import __version__
 from coterie.server.config import ServerConfig
 from coterie.server.errors import ApiError, Fault, unavailable
+from coterie.server.formats import HERMES, Formats, choose_formats
 from coterie.server.generation import Generation, PromptJob
 from coterie.server.limits import BodyLimits
 from coterie.server.metrics import ServerMetrics
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from coterie.engine.tokenizer import Tokenizer
 
 Phase = Literal["loading", "ready", "draining"]
+logger = logging.getLogger("coterie.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class ServedModel:
     engine: AsyncEngine
     name: str
     template: ChatTemplate
+    formats: Formats
     created: int
     fingerprint: str
     service_class: ServiceClass | None = None
@@ -88,6 +92,7 @@ class ServerState:
         self.phase: Phase = "loading"
         # Read and compiled at once: nobody waits for a model to load to hear that the file cannot be used.
         self._own_template = _template_file(config.chat_template) if config.chat_template is not None else None
+        choose_formats(self._own_template, config.parsers)
         self._model: ServedModel | None = None
         self._running: set[Generation] = set()
 
@@ -106,9 +111,13 @@ class ServerState:
             source = tokenizer.chat_template
         tokens = {} if tokenizer is None else {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
         limits = TemplateLimits(config.template_seconds, config.template_max_chars)
-        template = ChatTemplate(source, {"bos_token": None, "eos_token": None} | tokens, limits)
+        formats = choose_formats(source, config.parsers)
+        named = {"bos_token": None, "eos_token": None} | tokens
+        template = ChatTemplate(source, named, limits, formats.calls or HERMES)
+        for line in formats.lines():
+            logger.info(line)
         mark = hashlib.sha256(f"{__version__} {engine.model_name} {engine.config}".encode()).hexdigest()[:10]
-        self._model = ServedModel(engine, name, template, int(time.time()), f"fp_{mark}")
+        self._model = ServedModel(engine, name, template, formats, int(time.time()), f"fp_{mark}")
         self.metrics.serve(name, engine.stats)
         engine.observer = self.metrics
         if self.phase == "loading":

@@ -54,6 +54,7 @@ class Tally:
         self._prompt = prompt_tokens
         self._cached = 0
         self._completion = 0
+        self.reasoning = 0  # how many of the completion's tokens; set by whoever can tell
 
     def add(self, event: Event) -> None:
         """Count an event's tokens."""
@@ -69,7 +70,7 @@ class Tally:
             completion_tokens=self._completion,
             total_tokens=self._prompt + self._completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._cached),
-            completion_tokens_details=CompletionTokensDetails(),
+            completion_tokens_details=CompletionTokensDetails(self.reasoning),
         )
 
 

@@ -12,19 +12,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from types import CodeType, FrameType
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from coterie.server.call_style import CallStyle, laid_out, probe
 from coterie.server.errors import bad_request
+from coterie.server.formats import HERMES, ToolFormat
+from coterie.server.tools import with_tools
 from coterie.spec.errors import CoterieError
 
 PLAIN = (
@@ -82,24 +85,39 @@ class TemplateLimits:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What a template is given. `arguments` are chat_template_kwargs."""
+    """What a template is given. `arguments` are chat_template_kwargs; `tools` as the client declared them."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
     arguments: Mapping[str, Any]
+    tools: list[dict[str, Any]] | None = None
 
 
 class ChatTemplate:
-    """A compiled template of one model; `render` may be awaited by many at once."""
+    """A compiled template of one model; `render` may be awaited by many at once.
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str | None], limits: TemplateLimits) -> None:
+    form: how the model writes calls; the template is taken to know it if it reads `tools` and holds its marks.
+    Otherwise tools are described in the system message, and calls of earlier turns are text.
+    """
+
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str | None],
+        limits: TemplateLimits,
+        form: ToolFormat = HERMES,
+    ) -> None:
         self.is_fallback = source is None
+        self._form = form
+        self._style: CallStyle | None = None
         self._tokens = {name: text or "" for name, text in special_tokens.items()}
         self._limits = limits
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
         environment = _environment()
         code = _compile(environment, source or PLAIN)
         self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
+        names = meta.find_undeclared_variables(environment.parse(source or PLAIN))
+        self.takes_tools = "tools" in names and all(mark in (source or PLAIN) for mark in form.marks)
 
     async def render(self, prompt: ChatPrompt) -> str:
         """The prompt's text, or a 400 with the template's reason."""
@@ -107,11 +125,22 @@ class ChatTemplate:
 
     def render_now(self, prompt: ChatPrompt) -> str:
         """`render` in the calling thread."""
+        messages, tools = prompt.messages, prompt.tools
+        if any(message.get("tool_calls") for message in messages):
+            if self._style is None:
+                self._style = probe(lambda made_up: self._rendered(replace(prompt, messages=made_up)))
+            messages = laid_out(messages, self._style, self._form)
+        if tools and not self.takes_tools:
+            messages, tools = with_tools(messages, tools, self._form), None
+        return self._rendered(replace(prompt, messages=messages, tools=tools))
+
+    def _rendered(self, prompt: ChatPrompt) -> str:
         values = {
             **self._tokens,
             "tools": None,
             "documents": None,
             **prompt.arguments,
+            **({"tools": prompt.tools} if prompt.tools else {}),
             "messages": prompt.messages,
             "add_generation_prompt": prompt.add_generation_prompt,
         }

@@ -32,8 +32,11 @@ async def tokenize(state: ServerState, model: ServedModel, request: TokenizeRequ
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("prompt: give either prompt or messages", param="prompt")
     if request.messages is not None:
-        fields = ChatFields(request.add_generation_prompt, request.reasoning_effort, request.chat_template_kwargs)
-        ids = await encode_messages(model, chat_prompt(request.messages, fields, state.config.max_messages))
+        fields = ChatFields(
+            request.add_generation_prompt, request.reasoning_effort, request.chat_template_kwargs, request.tools
+        )
+        prompt = await encode_messages(model, chat_prompt(request.messages, fields, state.config.max_messages))
+        ids = prompt.token_ids
     else:
         special = request.add_special_tokens is not False
         ids = await encode_text(model, request.prompt or "", add_special_tokens=special)

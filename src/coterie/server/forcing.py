@@ -1,0 +1,155 @@
+"""The grammar of an answer: thinking first if the model does, then what the request's structure or forced tools say.
+
+Texts only (`engine.grammar_text`); the engine compiles and enforces them. Tags that the vocabulary calls special are
+spelled by their ids, all others as text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coterie.engine import grammar_text
+from coterie.server.errors import bad_request
+from coterie.server.formats import Tags, Tool, ToolFormat
+from coterie.server.parsers import Start
+from coterie.server.structured import Structure
+from coterie.server.tools import ToolUse
+
+if TYPE_CHECKING:
+    from coterie.engine.tokenizer import Tokenizer
+
+Spell = Callable[[str], str]
+"""A text as a part of a Lark rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How an answer begins: the tags of thinking, if the model has any, and whether it thinks."""
+
+    thinking: Tags | None
+    start: Start
+
+
+def answer_grammar(
+    structure: Structure | None, use: ToolUse | None, form: ToolFormat, opening: Opening, tokenizer: Tokenizer
+) -> Structure | None:
+    """What the answer must follow, None if it is free. Forced calls win over a structure; where the model may choose,
+    it calls or follows the structure."""
+    calls = None if use is None or not (use.forced or structure) else _calls(use, form, speller(tokenizer))
+    if calls is None and structure is None:
+        return None
+    before, helpers = _thinking(opening, tokenizer)
+    if calls is None:
+        assert structure is not None
+        if not before:
+            return structure
+        return Structure(_with_body(f"start: {before} @body\n{helpers}", structure), structure.field)
+    assert use is not None
+    if use.forced or structure is None:
+        return Structure(f"start: {before} calls\n{helpers}{calls}", "tools")
+    return Structure(_with_body(f"start: {before} (calls | @body)\n{helpers}{calls}", structure), structure.field)
+
+
+def _with_body(rules: str, structure: Structure) -> str:
+    try:
+        return grammar_text.composed(rules, structure.grammar)
+    except ValueError as error:
+        raise bad_request(f"{structure.field}: {error}; send Lark", param=structure.field) from error
+
+
+def speller(tokenizer: Tokenizer) -> Spell:
+    """How a text is spelled so that it can be generated."""
+
+    def spell(text: str) -> str:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if tokenizer.special_ids.isdisjoint(ids):
+            return grammar_text.literal(text)
+        parts = re.split("(" + "|".join(re.escape(tag) for tag in special_in(tokenizer, text).values()) + ")", text)
+        by_text = {tag: token for token, tag in special_in(tokenizer, text).items()}
+        return " ".join(
+            f"<[{by_text[part]}]>" if part in by_text else grammar_text.literal(part) for part in parts if part
+        )
+
+    return spell
+
+
+def special_in(tokenizer: Tokenizer, text: str) -> dict[int, str]:
+    """Special tokens that spell a part of a text, with their own text."""
+    ids = tokenizer.special_ids.intersection(tokenizer.encode(text, add_special_tokens=False))
+    return {token: tokenizer.id_to_token(token) or "" for token in ids}
+
+
+def _thinking(opening: Opening, tokenizer: Tokenizer) -> tuple[str, str]:
+    """What comes before the answer proper, as a part of a rule and the rules that it needs."""
+    tags = opening.thinking
+    if tags is None or opening.start == "answer":
+        return "", ""
+    gap = "thought_gap: /\\n{0,3}/\n"
+    if special_in(tokenizer, tags.close) or special_in(tokenizer, tags.open):
+        spell = speller(tokenizer)
+        inner, helpers = f"/(.|\\n)*/ {spell(tags.close)}", gap
+        opened = f"/\\n{{0,3}}/ {spell(tags.open)} {inner}"
+    else:
+        end = r"(.|\n)*" + _pattern(tags.close)
+        start = r"\n{0,3}" + _pattern(tags.open) if opening.start == "open" else ""
+        inner = opened = "thought"
+        helpers = f"thought[lazy]: /{start}{end}/\n{gap}"
+    return (f"{inner} thought_gap" if opening.start == "thinking" else f"({opened} thought_gap)?"), helpers
+
+
+def _pattern(text: str) -> str:
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
+
+
+def _calls(use: ToolUse, form: ToolFormat, spell: Spell) -> str:
+    """Rules of one call or several, of the tools that may be called.
+
+    A separator is one lexeme with what follows it: the lexer takes the longest and never goes back.
+    """
+    tools = use.forced or tuple(use.tools.values())
+    rules, ends = [], dict[str, str]()
+    for i, tool in enumerate(tools):
+        opening, rest = _call(tool, form, spell, ends)
+        rules += [f"first_{i}: {spell(opening)} rest_{i}", f"next_{i}: {spell(form.separator + opening)} rest_{i}"]
+        rules.append(f"rest_{i}: {rest}")
+    inner = f"({' | '.join(f'first_{i}' for i in range(len(tools)))})"
+    if use.many:
+        inner += f" ({' | '.join(f'next_{i}' for i in range(len(tools)))})*"
+    if form.section is not None:
+        before, after = form.section_padding
+        inner = f"{spell(form.section.open + before)} {inner} {spell(after + form.section.close)}"
+    return "\n".join([f"calls: {inner}", *rules, *ends.values()]) + "\n"
+
+
+def _call(tool: Tool, form: ToolFormat, spell: Spell, ends: dict[str, str]) -> tuple[str, str]:
+    """The text that a call begins with, and the rest of its rule. Neighbouring texts are joined: they are one for the
+    tokenizer. `ends`: rules of texts up to a tag, by tag, to which new ones are added."""
+    opening: str | None = None
+    parts: list[str] = []
+    text = form.call.open
+    for piece in form.force(tool):
+        if piece.kind == "text":
+            text += piece.text
+            continue
+        if opening is None:
+            opening = text
+        elif text:
+            parts.append(spell(text))
+        parts.append(piece.text if piece.kind == "rule" else _until(piece.text, spell, ends))
+        text = ""
+    text += form.call.close
+    if opening is None:  # a tool without parameters may be nothing but text
+        opening, text = text.removesuffix(form.call.close), form.call.close
+    return opening, " ".join([*parts, spell(text)])
+
+
+def _until(tag: str, spell: Spell, ends: dict[str, str]) -> str:
+    """Any text up to and with a tag, as a part of a rule."""
+    if "<[" in spell(tag):  # a special token cannot be a part of a lexeme
+        return f"/[^<]*/ {spell(tag)}"
+    name = f"until_{list(ends).index(tag) if tag in ends else len(ends)}"
+    ends[tag] = rf"{name}[lazy]: /(.|\n)*{_pattern(tag)}/"
+    return name
