@@ -4,14 +4,16 @@
 
 The bf16 file is written here with the `gguf` package, tensor by tensor; other types are made from it by llama.cpp's own
 quantiser, so that they are what its users get. Two traps of llama.cpp are gone round: it knows V2-Lite (no query rank)
-by its 26 or 27 layers, so a cut says that the query's rank is 0; and its check of tokenizers wants a known one, so the
-file has none (`none`): prompts are token ids. DeepSeek V2 and V3, and Qwen3-MoE. Needs torch to read bf16.
+by its 26 or 27 layers, so a cut says that the query's rank is 0; and its converter's check of tokenizers wants a known
+one, so the synthetic one is written here as GPT-2's kind. DeepSeek V2 and V3, and Qwen3-MoE. Needs torch to read bf16.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +134,6 @@ def latent(source: Checkpoint, name: str, out: str) -> Iterator[Planned]:
 def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """The keys that llama.cpp's loader asks for."""
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -150,6 +151,22 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_value_length(config["head_dim"])
     else:
         add_deepseek(writer, config)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
+    """Tokens by id, merges, and which tokens are special."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    special = {config["bos_token_id"], config["eos_token_id"]}
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([control if i in special else normal for i in range(len(tokens))])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
 
 
 def add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -188,6 +205,7 @@ def write_bf16(folder: Path, out: Path) -> None:
     arch = "qwen3moe" if source.config["model_type"] == "qwen3_moe" else "deepseek2"
     writer = gguf.GGUFWriter(str(partial), arch)
     add_config(writer, source.config)
+    add_tokenizer(writer, folder, source.config)
     for tensor in planned:
         size = int(np.prod(tensor.shape)) * np.dtype(tensor.numpy_type).itemsize
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(tensor.numpy_type), size, tensor.type)
@@ -208,24 +226,30 @@ def used_names(source: Checkpoint) -> set[str]:
     return top | {name for name, rest in inner.items() if rest in known or rest.startswith("mlp.experts.")}
 
 
-def make_gguf(folder: Path, out: Path, kind: str, threads: int) -> Path:
-    """Write `out` unless it is there; other types than bf16 are made from a bf16 file beside it."""
+QUANTISE = """
+import sys, llama_cpp
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype, params.nthread = int(sys.argv[3]), int(sys.argv[4])
+sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), params))
+"""
+
+
+def make_gguf(folder: Path, out: Path, kind: str, threads: int, python: str = sys.executable) -> Path:
+    """Write `out` unless it is there; other types than bf16 are made from a bf16 file beside it.
+
+    python: of an environment with llama-cpp-python, which quantises.
+    """
     if out.is_file():
         return out
     if kind == "bf16":
         write_bf16(folder, out)
         return out
-    import llama_cpp
-
-    quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
-    llama_cpp.llama_log_set(quiet, None)
     base = make_gguf(folder, out.with_name(f"{folder.name}-bf16.gguf"), "bf16", threads)
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.nthread = TYPES[kind], threads
     partial = out.with_name(out.name + ".partial")
-    status = llama_cpp.llama_model_quantize(str(base).encode(), str(partial).encode(), params)
-    if status != 0:
-        raise RuntimeError(f"llama.cpp's quantiser failed with {status} on {base.name}")
+    command = [python, "-c", QUANTISE, str(base), str(partial), str(TYPES[kind]), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"llama.cpp's quantiser failed with {done.returncode} on {base.name}: {done.stderr[-500:]}")
     partial.rename(out)
     return out
 

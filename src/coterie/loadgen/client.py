@@ -133,11 +133,16 @@ class Client:
 
     async def stream(self, prompt: Prompt, record: Record, watch: Callable[[Record], None] | None = None) -> None:
         """Send a request and fill its record; failures are filed, not raised. `watch` hears of each news."""
-        body = self.body(prompt)
+        await self.stream_body(self.endpoint, self.body(prompt), record, watch)
+
+    async def stream_body(
+        self, path: str, body: bytes, record: Record, watch: Callable[[Record], None] | None = None
+    ) -> None:
+        """`stream` with a body of one's own, which must ask for a stream."""
         answer = _Answer(record, watch)
         record.sent = time.monotonic()
         try:
-            await self.pool.request("POST", self.endpoint, body, answer.choose)
+            await self.pool.request("POST", path, body, answer.choose)
         except BadAnswer as error:
             answer.fail("no HTTP", str(error))
         except Cut as error:
