@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from coterie.engine.messages import SamplingParams, TokenLogprob
 from coterie.engine.tokenizer import Tokenizer
 
@@ -148,8 +150,7 @@ class StopChecker:
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class ShownText:
+class ShownText(msgspec.Struct, frozen=True, gc=False):
     """What a step adds to a choice: text, the tokens wholly shown with it, and the stop string that ended it."""
 
     text: str

@@ -159,6 +159,12 @@ class ChatWriter(StreamWriter):
         opening = ChatDelta(role="assistant", content="")
         return [self._chunk(ChatChunkChoice(index=i, delta=opening)) for i in range(self._call.job.params.n)]
 
+    def plain(self, index: int, delta: ChoiceDelta) -> bytes | None:
+        """Text alone."""
+        if not delta.is_plain_text or self.envelope.continuous_usage:
+            return None
+        return self.text_event(delta.index, delta.text, self._text_chunk)
+
     def delta(self, index: int, delta: ChoiceDelta) -> list[Struct]:
         """Text, if there is any, then the end, if this is it."""
         chunks: list[Struct] = []
@@ -183,6 +189,9 @@ class ChatWriter(StreamWriter):
     def last(self, usage: Usage) -> Struct:
         """Totals."""
         return self._make([], usage)
+
+    def _text_chunk(self, index: int, text: str) -> ChatChunk:
+        return self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
         return self._make([choice], self.chunk_usage())

@@ -161,6 +161,12 @@ class CompletionWriter(StreamWriter):
         """The echo."""
         return [self._chunk(choice) for choice in self._texts.echoes(index, info)]
 
+    def plain(self, index: int, delta: ChoiceDelta) -> bytes | None:
+        """Text alone."""
+        if not delta.is_plain_text or self.envelope.continuous_usage:
+            return None
+        return self.text_event(self._texts.choice_index(index, delta.index), delta.text, self._text_chunk)
+
     def delta(self, index: int, delta: ChoiceDelta) -> list[Struct]:
         """Text, if there is any, and the end, if this is it."""
         piece = self._texts.piece(index, delta)
@@ -170,6 +176,9 @@ class CompletionWriter(StreamWriter):
     def last(self, usage: Usage) -> Struct:
         """Totals."""
         return _make(self.envelope, [], usage)
+
+    def _text_chunk(self, index: int, text: str) -> Completion:
+        return self._chunk(CompletionChoice(index=index, text=text))
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
         return _make(self.envelope, [choice], self.chunk_usage())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from starlette.types import Receive
 
 from coterie.engine.errors import InvalidRequest
@@ -37,8 +38,7 @@ class PromptJob:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, gc=False):
     """News of prompt number `prompt`: first its PromptInfo, then its choices' deltas."""
 
     prompt: int

@@ -7,13 +7,17 @@ bounded. Not here: how events are observed (`engine.frontend` tells the observer
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.engine.messages import Stats
@@ -47,7 +51,7 @@ class _Source:
 
 
 class ServerMetrics(RequestObserver):
-    """Observer of requests and source of the exposition. Thread-safe, as prometheus_client's values are."""
+    """Observer of requests and source of the exposition; told and scraped on the event loop's thread."""
 
     def __init__(self, compat: Literal["none", "vllm"] = "none") -> None:
         self._registry = CollectorRegistry(auto_describe=False)
@@ -62,8 +66,8 @@ class ServerMetrics(RequestObserver):
             PREFIX + "http_requests", "HTTP answers by route and status.", ("path", "status"), registry=self._registry
         )
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCY)
-        self._gap = self._histogram("inter_token_latency_seconds", "Time between tokens of a choice.", _GAP)
-        self._gap_of_model = self._gap  # the series of the served model, found once: it is used for every token
+        self._gaps = _Gaps()
+        self._registry.register(self._gaps)
         self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to the first computed chunk.", _LATENCY)
         text = "First computed chunk to first token, or to the end of a scored prompt."
@@ -77,7 +81,7 @@ class ServerMetrics(RequestObserver):
     def serve(self, model_name: str, stats: Callable[[], Stats | None]) -> None:
         """Name the model and where its engine's Stats come from."""
         self._model_name = model_name
-        self._gap_of_model = self._gap.labels(model_name)
+        self._gaps.model_name = model_name
         self._source = _Source(model_name, stats)
         for counter in (self._prompt_tokens, self._cached_tokens, self._generation_tokens):
             counter.labels(model_name)
@@ -90,9 +94,7 @@ class ServerMetrics(RequestObserver):
 
     def token_gap(self, seconds: float, num_tokens: int) -> None:
         """Further tokens of a choice came; each counts with its share of the time."""
-        histogram = self._gap_of_model
-        for _ in range(num_tokens):
-            histogram.observe(seconds / num_tokens)
+        self._gaps.observe(seconds, num_tokens)
 
     def finished(self, summary: RequestSummary) -> None:
         """A request ended."""
@@ -131,6 +133,32 @@ class ServerMetrics(RequestObserver):
 
     def _histogram(self, stem: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + stem, text, ("model_name",), buckets=buckets, registry=self._registry)
+
+
+class _Gaps(Collector):
+    """The histogram of gaps between tokens, without a lock and a search for its labels: it is told of every token.
+
+    Told and scraped on the event loop's thread. No series before a model is served.
+    """
+
+    def __init__(self) -> None:
+        self.model_name: str | None = None
+        self._counts = [0] * (len(_GAP) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, num_tokens: int) -> None:
+        """`num_tokens` tokens share a time."""
+        self._counts[bisect_left(_GAP, seconds / num_tokens)] += num_tokens
+        self._sum += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Buckets up to each bound, as Prometheus counts them."""
+        name, text = PREFIX + "inter_token_latency_seconds", "Time between tokens of a choice."
+        family = HistogramMetricFamily(name, text, labels=("model_name",))
+        if self.model_name is not None:
+            bounds = map(floatToGoString, (*_GAP, math.inf))
+            family.add_metric((self.model_name,), list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        yield family
 
 
 class _EngineCollector(Collector):

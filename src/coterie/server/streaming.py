@@ -7,7 +7,7 @@ without news the headers go out and comments keep proxies from closing. A failur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -80,6 +80,7 @@ class StreamWriter:
     def __init__(self, envelope: Envelope, prompt_tokens: int) -> None:
         self.envelope = envelope
         self.tally = Tally(prompt_tokens)
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
         """Chunks that open the choices of a prompt."""
@@ -88,6 +89,10 @@ class StreamWriter:
     def delta(self, index: int, delta: ChoiceDelta) -> list[Struct]:
         """Chunks for news of a choice."""
         raise NotImplementedError
+
+    def plain(self, index: int, delta: ChoiceDelta) -> bytes | None:
+        """News of a choice as an event, where it is the same as that of `delta` but faster made (`text_event`)."""
+        return None
 
     def last(self, usage: Usage) -> Struct:
         """The chunk without choices that carries the totals."""
@@ -99,16 +104,29 @@ class StreamWriter:
             return self.tally.usage()
         return None if self.envelope.include_usage else UNSET
 
+    def text_event(self, index: int, text: str, make: Callable[[int, str], Struct]) -> bytes:
+        """The event of `make(index, text)`, encoded once for each index: chunks of plain text differ in the text alone.
+
+        Not for chunks that carry the usage so far.
+        """
+        around = self._around.get(index)
+        if around is None:
+            before, after = self.frame(make(index, _MARK)).split(_ENCODER.encode(_MARK))
+            around = self._around[index] = (before, after)
+        return around[0] + _ENCODER.encode(text) + around[1]
+
     def write(self, events: Sequence[Event]) -> bytes:
         """Events as server-sent events."""
         frames: list[bytes] = []
         for event in events:
             self.tally.add(event)
             value = event.value
-            chunks = (
-                self.prompt(event.prompt, value) if isinstance(value, PromptInfo) else self.delta(event.prompt, value)
-            )
-            frames.extend(map(self.frame, chunks))
+            if isinstance(value, PromptInfo):
+                frames.extend(map(self.frame, self.prompt(event.prompt, value)))
+            elif (made := self.plain(event.prompt, value)) is not None:
+                frames.append(made)
+            else:
+                frames.extend(map(self.frame, self.delta(event.prompt, value)))
         return b"".join(frames)
 
     def end(self) -> bytes:
@@ -125,6 +143,8 @@ class StreamWriter:
 
 
 _ENCODER = msgspec.json.Encoder()
+_MARK = "\0"
+"""Stands for the text where a chunk is cut; in no name or id."""
 
 
 def frame(chunk: Struct) -> bytes:
