@@ -329,6 +329,7 @@ def prepared(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[Entr
 
 def main() -> None:
     arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are groups of their own and would stay
     goals = tuple(Goal().convert(text, None, None) for text in arguments.goodput)
     shape = Shape(64, 8, 2.0, 2, 64, 256) if arguments.quick else Shape()
     cut = Cut() if arguments.quick else Cut(arguments.layers)

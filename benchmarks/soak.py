@@ -292,6 +292,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (math.isfinite(arguments.minutes) and arguments.minutes > 0 and arguments.rate > 0):
         parser.error("--minutes and --rate are positive numbers")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server would stay
     console = Console(stderr=True, highlight=False)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
