@@ -44,7 +44,7 @@ def server() -> Iterator[Live]:
 
 
 def running(**config: Any) -> Iterator[Live]:
-    live = Live(lambda observer: AsyncEngine.launch(None, CONFIG, "shipped", observer=observer), **config)
+    live = Live(lambda observer: AsyncEngine.launch(None, CONFIG, "shipped"), **config)
     live.start()
     assert live.ready.wait(60), live.error
     yield live

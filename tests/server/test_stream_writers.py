@@ -13,16 +13,21 @@ from coterie.engine.output import ChoiceDelta, PromptInfo
 from coterie.server.answers import ChatChunk, Completion
 from coterie.server.chat import ChatWriter
 from coterie.server.completions import CompletionWriter
+from coterie.server.formats import Tags
 from coterie.server.generation import Event
+from coterie.server.parsers import ParseRules
+from coterie.server.reader import ChoiceReader, Reading
 from coterie.server.streaming import Envelope, StreamWriter
 
 TEXTS = ("a", 'say "x"\\', "\n\t\x00\x1f", "ďž漢 👩‍👩‍👧", "\u2028</script>", "\ufffd", "{}", '"\\u0000"')
 
 
-def writers(**envelope: bool) -> list[tuple[StreamWriter, Any]]:
+def writers(thinking: Tags | None = None, **envelope: bool) -> list[tuple[StreamWriter, Any]]:
     made = Envelope("id-1", 5, 'a "model"\\', "fp", **envelope)
     job = SimpleNamespace(token_ids=[1, 2, 3], params=SamplingParams(n=2), text="")
-    call: Any = SimpleNamespace(envelope=made, job=job, jobs=[job, job], num_top=None, echo=False)
+    reading = Reading(ParseRules(thinking=thinking), "answer" if thinking is None else "open")
+    call: Any = SimpleNamespace(envelope=made, job=job, jobs=[job, job], num_top=None, echo=False, reading=reading)
+    call.reader = lambda: ChoiceReader(reading, None)
     return [(ChatWriter(call), ChatChunk), (CompletionWriter(call), Completion)]
 
 
@@ -42,6 +47,13 @@ def test_filled_chunks_are_whole_chunks(envelope: dict[str, bool]) -> None:
                 assert chunk.usage.completion_tokens == number + 1
             else:
                 assert chunk.usage is (None if envelope else msgspec.UNSET)
+
+
+def test_what_must_be_read_is_not_filled() -> None:
+    chat, _ = writers(thinking=Tags("<a>", "</a>"))[0]
+    assert chat.plain(0, ChoiceDelta(0, "<a>why</a>so", (7,))) is None
+    written = chat.write([Event(0, ChoiceDelta(0, "<a>why</a>so", (7,)))])
+    assert b'"reasoning":"why"' in written and b"<a>" not in written
 
 
 def test_choices_of_several_prompts_keep_their_index_and_ends_are_not_filled() -> None:

@@ -160,8 +160,8 @@ class ChatWriter(StreamWriter):
         return [self._chunk(ChatChunkChoice(index=i, delta=opening)) for i in range(self._call.job.params.n)]
 
     def plain(self, index: int, delta: ChoiceDelta) -> bytes | None:
-        """Text alone."""
-        if not delta.is_plain_text or self.envelope.continuous_usage:
+        """Text alone, where all text is content."""
+        if not (delta.is_plain_text and self._call.reading.is_plain) or self.envelope.continuous_usage:
             return None
         return self.text_event(delta.index, delta.text, self._text_chunk)
 
