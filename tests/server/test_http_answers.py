@@ -206,6 +206,34 @@ def test_echo_without_logprobs_and_with_choices():
     assert nothing["text"] == "" and nothing["finish_reason"] == "length"
 
 
+def test_scores_of_the_prompt_beside_the_answer():
+    body = {"prompt": [[65, 66, 67], [68]], "prompt_logprobs": 1, "max_tokens": 1, "n": 2, "echo": True, "logprobs": 2}
+    choices = post(MockEngine(), TEXT, body).json()["choices"]
+    second = {"66": {"logprob": -0.5, "rank": 1, "decoded_token": "B"}}
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [3, 3, 1, 1]
+    assert choices[0]["prompt_logprobs"][:2] == [None, second] == choices[1]["prompt_logprobs"][:2]
+    assert len(choices[0]["logprobs"]["top_logprobs"][1]) == 2, "an echo shows as many as logprobs says"
+    without = post(MockEngine(), TEXT, {"prompt": "hi"}).json()["choices"][0]
+    assert not {"prompt_logprobs", "token_ids", "prompt_token_ids"} & set(without)
+    engine = MockEngine()
+    refused = post(engine, TEXT, body | {"stream": True})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs" and not engine.started
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_ids_of_prompt_and_answer(echo):
+    body = {"prompt": [[65, 66], [67]], "n": 2, "max_tokens": 3, "return_token_ids": True, "echo": echo}
+    whole = post(MockEngine(), TEXT, body).json()["choices"]
+    assert [choice["token_ids"] for choice in whole] == [list(b"Hel")] * 4
+    assert [choice["prompt_token_ids"] for choice in whole] == [[65, 66], [65, 66], [67], [67]]
+    news = [choice for chunk in stream(MockEngine(), TEXT, body)[:-1] for choice in chunk["choices"]]
+    for i, choice in enumerate(whole):
+        mine = [piece for piece in news if piece["index"] == i and "token_ids" in piece]
+        assert [token for piece in mine for token in piece["token_ids"]] == choice["token_ids"]
+        prompts = [piece["prompt_token_ids"] for piece in mine if "prompt_token_ids" in piece]
+        assert prompts == [choice["prompt_token_ids"]]
+
+
 def test_logprobs_of_odd_values():
     rows = ((TokenLogprob(0xC4, -9999.0, 9), TokenLogprob(65, -0.1, 1)),)
     engine = MockEngine(lambda *_: [PromptInfo(), ChoiceDelta(0, "\ufffd", (0xC4,), rows, "length")])

@@ -129,6 +129,17 @@ def test_scores_of_a_prompt(http):
     assert more["token_logprobs"][:6] == logprobs["token_logprobs"] and len(more["tokens"]) == 7
 
 
+def test_scores_beside_the_answer_are_those_of_an_echo(http):
+    body = {"prompt": "hello", "max_tokens": 1} | GREEDY
+    scores = http.post(TEXT, json=body | {"prompt_logprobs": 2, "return_token_ids": True}).json()["choices"][0]
+    echo = http.post(TEXT, json=body | {"echo": True, "logprobs": 2}).json()["choices"][0]["logprobs"]
+    ids, rows = scores["prompt_token_ids"], scores["prompt_logprobs"]
+    assert rows[0] is None and [row[str(i)]["logprob"] for i, row in zip(ids[1:], rows[1:], strict=True)] == (
+        echo["token_logprobs"][1 : len(ids)]
+    )
+    assert all(2 <= len(row) <= 3 for row in rows[1:]) and len(scores["token_ids"]) == 1
+
+
 def test_counters_add_up(server, http):
     before = Metrics(http)
     assert eventually(lambda: quiet(http))

@@ -180,14 +180,29 @@ class CompletionLogprobs(Struct, frozen=True, kw_only=True):
     text_offset: list[int]
 
 
+class PromptLogprob(Struct, frozen=True, kw_only=True):
+    """One candidate of a position of the prompt; rank 1 is the most likely of the whole vocabulary."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """One choice of a text completion, finished or (finish_reason null) as a stream's news."""
+    """One choice of a text completion, finished or (finish_reason null) as a stream's news.
+
+    Only if asked for: `prompt_logprobs`, one entry a token of the prompt, from token id to its values (the first has
+    none); `token_ids`, and with a choice's first news `prompt_token_ids`.
+    """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Struct, frozen=True, kw_only=True):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from coterie.engine.output import ChoiceDelta, PromptInfo
-from coterie.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from coterie.server.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprob, Usage
 from coterie.server.errors import not_supported
 from coterie.server.generation import Event, PromptJob
-from coterie.server.logprobs import CompletionLogprobsWriter
+from coterie.server.logprobs import CompletionLogprobsWriter, prompt_logprobs
 from coterie.server.prompts import EncodedPrompt, echo_text, encode_prompts
 from coterie.server.protocol import CompletionRequest
 from coterie.server.sampling import (
@@ -30,6 +30,7 @@ from coterie.server.streaming import Envelope, StreamWriter, Tally, usage_wanted
 from coterie.server.structured import Structure, wanted_structure
 
 DEFAULT_MAX_TOKENS = 16
+_Scores = list[dict[str, PromptLogprob] | None] | UnsetType
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ async def prepare_completions(state: ServerState, model: ServedModel, request: C
     structure = wanted_structure(request)
     if request.best_of not in (None, 1, request.n):
         raise not_supported("best_of", "choosing among hidden choices is not supported; use n")
+    if request.stream and request.prompt_logprobs is not None:
+        raise not_supported("prompt_logprobs", "a stream does not carry them; use echo and logprobs")
     special = request.add_special_tokens is not False
     prompts = await encode_prompts(
         model, request.prompt, add_special_tokens=special, max_prompts=state.config.max_prompts
@@ -97,7 +100,8 @@ def _job(
     if asked is None and len(token_ids) + DEFAULT_MAX_TOKENS <= limit:
         max_tokens = DEFAULT_MAX_TOKENS  # else None: the room left
     # With max_tokens 0 only the prompt is scored; asking for its log-probabilities tells the engine so.
-    scored = request.logprobs if request.echo and request.logprobs is not None else 0 if max_tokens == 0 else None
+    asked_scores = [request.prompt_logprobs, request.logprobs if request.echo else None, 0 if max_tokens == 0 else None]
+    scored = max((k for k in asked_scores if k is not None), default=None)
     grammar = None if structure is None else structure.grammar
     params = sampling_params(request, Wanted(max_tokens, request.logprobs, scored, grammar))
     text = echo_text(model, EncodedPrompt(prompt.text, token_ids)) if request.echo else ""
@@ -110,6 +114,7 @@ class _Texts:
     def __init__(self, call: CompletionCall) -> None:
         self._call = call
         self._writers: dict[int, CompletionLogprobsWriter] = {}
+        self._begun: set[int] = set()
 
     def choice_index(self, prompt: int, index: int) -> int:
         """Position among all choices of the request."""
@@ -142,7 +147,16 @@ class _Texts:
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            prompt_token_ids=self._prompt_ids(index, prompt),
+            token_ids=list(delta.token_ids) if self._call.request.return_token_ids else UNSET,
         )
+
+    def _prompt_ids(self, index: int, prompt: int) -> list[int] | UnsetType:
+        """The prompt's ids, if they were asked for, with a choice's first news."""
+        if not self._call.request.return_token_ids or index in self._begun:
+            return UNSET
+        self._begun.add(index)
+        return self._call.jobs[prompt].token_ids
 
     def _writer(self, index: int) -> CompletionLogprobsWriter:
         if index not in self._writers:
@@ -156,6 +170,7 @@ class CompletionWriter(StreamWriter):
     def __init__(self, call: CompletionCall) -> None:
         super().__init__(call.envelope, sum(len(job.token_ids) for job in call.jobs))
         self._texts = _Texts(call)
+        self._shows_ids = bool(call.request.return_token_ids)
 
     def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
         """The echo."""
@@ -163,14 +178,14 @@ class CompletionWriter(StreamWriter):
 
     def plain(self, index: int, delta: ChoiceDelta) -> bytes | None:
         """Text alone."""
-        if not delta.is_plain_text or self.envelope.continuous_usage:
+        if not delta.is_plain_text or self.envelope.continuous_usage or self._shows_ids:
             return None
         return self.text_event(self._texts.choice_index(index, delta.index), delta.text, self._text_chunk)
 
     def delta(self, index: int, delta: ChoiceDelta) -> list[Struct]:
         """Text, if there is any, and the end, if this is it."""
         piece = self._texts.piece(index, delta)
-        shown = piece.text or piece.logprobs is not None or piece.finish_reason is not None
+        shown = piece.text or piece.logprobs is not None or piece.finish_reason is not None or piece.token_ids
         return [self._chunk(piece)] if shown else []
 
     def last(self, usage: Usage) -> Struct:
@@ -190,6 +205,7 @@ class _Choice:
 
     text: list[str] = field(default_factory=list)
     logprobs: list[CompletionLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -197,6 +213,8 @@ class _Choice:
         self.text.append(piece.text)
         if piece.logprobs is not None:
             self.logprobs.append(piece.logprobs)
+        if piece.token_ids is not UNSET:
+            self.token_ids += piece.token_ids
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
@@ -206,14 +224,18 @@ def completion(call: CompletionCall, events: list[Event]) -> Completion:
     tally = Tally(sum(len(job.token_ids) for job in call.jobs))
     texts = _Texts(call)
     choices = [_Choice() for job in call.jobs for _ in range(job.params.n)]
+    scores: dict[int, _Scores] = {}
     for event in events:
         tally.add(event)
         value = event.value
-        pieces = (
-            texts.echoes(event.prompt, value) if isinstance(value, PromptInfo) else [texts.piece(event.prompt, value)]
-        )
+        if isinstance(value, PromptInfo):
+            pieces = texts.echoes(event.prompt, value)
+            scores[event.prompt] = _scores(call, value)
+        else:
+            pieces = [texts.piece(event.prompt, value)]
         for piece in pieces:
             choices[piece.index].add(piece)
+    n = len(choices) // len(call.jobs)
     finished = [
         CompletionChoice(
             index=i,
@@ -221,10 +243,20 @@ def completion(call: CompletionCall, events: list[Event]) -> Completion:
             logprobs=None if call.num_top is None else _joined(choice.logprobs),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
+            prompt_logprobs=scores[i // n],
+            prompt_token_ids=call.jobs[i // n].token_ids if call.request.return_token_ids else UNSET,
+            token_ids=choice.token_ids if call.request.return_token_ids else UNSET,
         )
         for i, choice in enumerate(choices)
     ]
     return _make(call.envelope, finished, tally.usage())
+
+
+def _scores(call: CompletionCall, info: PromptInfo) -> _Scores:
+    wanted = call.request.prompt_logprobs
+    if wanted is None or info.prompt_logprobs is None:
+        return UNSET
+    return prompt_logprobs(call.model.tokenizer, info.prompt_logprobs, wanted)
 
 
 def _joined(parts: list[CompletionLogprobs]) -> CompletionLogprobs:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from coterie.engine.messages import TokenLogprob
-from coterie.server.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from coterie.server.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptLogprob, TopLogprob
 
 if TYPE_CHECKING:
     from coterie.engine.tokenizer import Tokenizer
@@ -38,6 +38,23 @@ def chat_logprobs(tokenizer: Tokenizer | None, positions: Iterable[Position], nu
         chosen, *best = (_entry(tokenizer, item) for item in position)
         content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, best[:num_top]))
     return ChatLogprobs(content)
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer | None, positions: Iterable[Position | None], num_top: int
+) -> list[dict[str, PromptLogprob] | None]:
+    """vLLM's shape: for each token of the prompt the `num_top` best and the token itself, by id."""
+    found: list[dict[str, PromptLogprob] | None] = []
+    for position in positions:
+        candidates = () if position is None else (position[0], *position[1 : 1 + num_top])
+        shown = {
+            str(item.token_id): PromptLogprob(
+                logprob=item.logprob, rank=item.rank, decoded_token=token_name(token_bytes(tokenizer, item.token_id))
+            )
+            for item in candidates
+        }
+        found.append(shown or None)
+    return found
 
 
 def _entry(tokenizer: Tokenizer | None, item: TokenLogprob) -> TopLogprob:

@@ -192,6 +192,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Annotated[int, Meta(ge=0, le=4096)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
 
