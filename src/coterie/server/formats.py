@@ -56,7 +56,7 @@ class ToolFormat:
     """`call`: the tags of one call. `section`: tags around all of them, if there are any. `separator`: between calls.
 
     read: the call between its tags, knowing the request's tools. force: what stands between them for a tool.
-    marks: texts that a template of this format holds.
+    marks: texts that a template of this format holds. foreign: texts that it does not.
     """
 
     name: str
@@ -67,6 +67,11 @@ class ToolFormat:
     section: Tags | None = None
     section_padding: tuple[str, str] = ("", "")
     separator: str = ""
+    foreign: tuple[str, ...] = ()
+
+    def is_written_by(self, template: str) -> bool:
+        """Whether a chat template seems to write this format."""
+        return all(mark in template for mark in self.marks) and not any(mark in template for mark in self.foreign)
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -307,8 +312,9 @@ _DEEPSEEK_CALL = Tags("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DSML_CALL = Tags('<｜DSML｜invoke name="', "</｜DSML｜invoke>")
 
 HERMES = ToolFormat(
-    "hermes", Tags("<tool_call>", "</tool_call>"), _read_json, _force_json, ("<tool_call>",), separator="\n"
-)
+    "hermes", Tags("<tool_call>", "</tool_call>"), _read_json, _force_json, ("<tool_call>",), separator="\n",
+    foreign=("<invoke", "<tool_calls>"),
+)  # fmt: skip
 TOOL_FORMATS = (
     ToolFormat(
         "deepseek_v32", _DSML_CALL, _read_dsml, _force_dsml, ("｜DSML｜", "function_calls>"),
@@ -400,5 +406,4 @@ def thinking_of(template: str) -> Tags | None:
 
 def tool_format_of(template: str) -> ToolFormat | None:
     """The format of calls that a chat template writes, None if it is none of these."""
-    found = (form for form in TOOL_FORMATS if all(mark in template for mark in form.marks))
-    return next(found, None)
+    return next((form for form in TOOL_FORMATS if form.is_written_by(template)), None)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -96,8 +96,8 @@ class ChatPrompt:
 class ChatTemplate:
     """A compiled template of one model; `render` may be awaited by many at once.
 
-    form: how the model writes calls; the template is taken to know it if it reads `tools` and holds its marks.
-    Otherwise tools are described in the system message, and calls of earlier turns are text.
+    form: how the model writes calls. A template that does not read `tools`, or writes another format, gets them
+    described in the system message.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ChatTemplate:
         code = _compile(environment, source or PLAIN)
         self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
         names = meta.find_undeclared_variables(environment.parse(source or PLAIN))
-        self.takes_tools = "tools" in names and all(mark in (source or PLAIN) for mark in form.marks)
+        self.takes_tools = form.is_written_by(source or PLAIN) and "tools" in names
 
     async def render(self, prompt: ChatPrompt) -> str:
         """The prompt's text, or a 400 with the template's reason."""
@@ -191,7 +191,16 @@ def _tojson(
     if indent is not None and not 0 <= indent <= 32:
         raise jinja2.TemplateRuntimeError("tojson: indent must be between 0 and 32")
     pair = None if separators is None else (str(separators[0]), str(separators[1]))
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys, default=_listed
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    """What filters like `map` give."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _raise_exception(message: Any) -> None:

@@ -115,11 +115,16 @@ def described(tools: Sequence[dict[str, Any]], form: ToolFormat) -> str:
 
 
 def written(form: ToolFormat, calls: Sequence[Call]) -> str:
-    """Calls as the model would write them. For formats whose arguments are one JSON text."""
+    """Calls as the model would write them. For formats whose arguments are one JSON text, their last piece but text; a
+    piece before it is the call's number."""
     texts = []
-    for call in calls:
+    for number, call in enumerate(calls):
         pieces = form.force(Tool(call.name, {}))
-        inner = "".join(piece.text if piece.kind == "text" else call.arguments for piece in pieces)
+        last = max((i for i, piece in enumerate(pieces) if piece.kind != "text"), default=-1)
+        inner = "".join(
+            piece.text if piece.kind == "text" else call.arguments if i == last else str(number)
+            for i, piece in enumerate(pieces)
+        )
         texts.append(form.call.open + inner + form.call.close)
     text = form.separator.join(texts)
     if form.section is None:
