@@ -253,11 +253,13 @@ def events(text: str) -> list[Any]:
 class Live:
     """A server on a real socket, on a thread of its own."""
 
-    def __init__(self, launch: Callable[[RequestObserver], Any], **config: Any) -> None:
+    def __init__(
+        self, launch: Callable[[RequestObserver], Any], relaunch: Callable[..., Any] | None = None, **config: Any
+    ) -> None:
         self._config = ServerConfig(port=0, **config)
-        self._launch = launch
+        self._launch, self._relaunch = launch, relaunch
         self._listener = bind(self._config.host, 0)
-        self.url = url_of(self._listener)
+        self.url = url_of(self._listener, "http" if self._config.tls is None else "https")
         self.ready = threading.Event()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -267,7 +269,7 @@ class Live:
     def _run(self) -> None:
         async def main() -> None:
             self._loop = asyncio.get_running_loop()
-            self.server = Server(self._config, self._listener)
+            self.server = Server(self._config, self._listener, self._relaunch)
             self._up.set()
             await self.server.run(self._launch, lambda url: self.ready.set())
 
@@ -295,9 +297,9 @@ class Live:
 
 
 @contextlib.contextmanager
-def live(engine: Any, **config: Any) -> Iterator[Live]:
+def live(engine: Any, relaunch: Callable[..., Any] | None = None, **config: Any) -> Iterator[Live]:
     """A live server that has loaded `engine`; stopped at the end."""
-    server = Live(lambda observer: engine, **config)
+    server = Live(lambda observer: engine, relaunch, **config)
     server.start()
     try:
         assert server.ready.wait(10), server.error

@@ -10,6 +10,7 @@ from coterie.engine.errors import EngineBusy, EngineDead
 from coterie.engine.messages import TokenLogprob
 from coterie.engine.output import ChoiceDelta, PromptInfo
 from coterie.server.app import PATHS, create_app
+from coterie.server.config import Access, ApiKey
 from coterie.server.logprobs import token_name
 
 CHAT = "/v1/chat/completions"
@@ -359,8 +360,9 @@ def references(value):
 
 
 def test_openapi_is_complete():
-    document = get(make_state(MockEngine(), api_key="k"), "/openapi.json", Authorization="Bearer k").json()
-    assert set(document["paths"]) == PATHS - {"/openapi.json"} | {"/v1/models/{model_id}"}
+    state = make_state(MockEngine(), access=Access(api_keys=(ApiKey("k"),)))
+    document = get(state, "/openapi.json", Authorization="Bearer k").json()
+    assert set(document["paths"]) == PATHS - {"/openapi.json", "/v1/admin/reload"} | {"/v1/models/{model_id}"}
     schemas = document["components"]["schemas"]
     assert {ref.removeprefix("#/components/schemas/") for ref in references(document)} <= set(schemas)
     chat = document["paths"][CHAT]["post"]

@@ -11,7 +11,7 @@ from server_fakes import MockEngine, events, get, make_state, post, tiny_folder
 
 from coterie.engine.build import build_engine
 from coterie.engine.config import EngineConfig, ServiceConfig
-from coterie.server.config import ApiKey
+from coterie.server.config import Access, ApiKey
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 BODIES = {
@@ -66,7 +66,7 @@ def test_without_classes_a_tier_changes_nothing_and_is_not_answered():
 def test_a_key_binds_its_client_to_a_class_whatever_it_asks_for():
     made = engine()
     table = (ApiKey("g", "gold"), ApiKey("b", "bronze"), ApiKey("s", "silver"))
-    state = make_state(made, key_table=table)
+    state = make_state(made, access=Access(api_keys=table))
     for key, tier, said in (("b", "priority", "flex"), ("g", "flex", "priority"), ("s", None, "default")):
         response = post(state, CHAT, BODIES[CHAT] | {"service_tier": tier}, Authorization=f"Bearer {key}")
         assert response.json()["service_tier"] == said
@@ -78,7 +78,7 @@ def test_a_key_binds_its_client_to_a_class_whatever_it_asks_for():
 
 def test_unbound_keys_let_the_client_choose():
     made = engine()
-    state = make_state(made, key_table=(ApiKey("one"), ApiKey("two")))
+    state = make_state(made, access=Access(api_keys=(ApiKey("one"), ApiKey("two"))))
     for key in ("one", "two"):
         post(state, CHAT, BODIES[CHAT] | {"service_tier": "priority"}, Authorization=f"Bearer {key}")
     assert made.classes == ["gold", "gold"]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_fakes import ByteTokenizer, MockEngine, ask, get, live, make_state, post
 
+from coterie.server.config import Access, ApiKey
 from coterie.server.limits import json_depth
 
 CHAT = "/v1/chat/completions"
@@ -67,7 +68,7 @@ def test_deep_nesting_is_refused(levels, field, brackets):
 
 
 def test_key_is_required_before_the_body_is_read():
-    state = make_state(MockEngine(), api_key="secret-ключ", max_body_bytes=10)
+    state = make_state(MockEngine(), access=Access(api_keys=(ApiKey("secret-ключ"),)), max_body_bytes=10)
     too_large = b"[" * 1_000_000
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}, {"Authorization": ""}):
         error = refused(post(state, CHAT, too_large, **headers), 401)
@@ -80,7 +81,7 @@ def test_key_is_required_before_the_body_is_read():
 
 
 def test_right_key_opens():
-    state = make_state(MockEngine(), api_key="secret")
+    state = make_state(MockEngine(), access=Access(api_keys=(ApiKey("secret"),)))
     for value in ("Bearer secret", "bearer secret"):
         assert post(state, CHAT, HELLO, Authorization=value).status_code == 200
         assert get(state, "/metrics", Authorization=value).status_code == 200

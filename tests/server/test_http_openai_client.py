@@ -7,6 +7,7 @@ import pytest
 from server_fakes import BOS, HANG, MockEngine, eventually, live, make_state, post, say
 
 from coterie.engine.output import ChoiceDelta, PromptInfo
+from coterie.server.config import Access, ApiKey
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -18,7 +19,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def client(engine):
-    with live(engine, api_key="secret") as server:
+    with live(engine, access=Access(api_keys=(ApiKey("secret"),))) as server:
         yield openai.OpenAI(base_url=server.url + "/v1", api_key="secret", max_retries=0)
 
 

@@ -14,6 +14,7 @@ from server_fakes import Live
 from coterie.engine.config import EngineConfig
 from coterie.engine.frontend import AsyncEngine
 from coterie.model.shipped import shipped_model_path
+from coterie.server.config import Access, ApiKey
 
 # Not checked: that every body which fits the schema is accepted. A schema cannot say that a prompt fits the context, a
 # token id the vocabulary, or that one of two fields is wanted.
@@ -24,7 +25,8 @@ FLAGS = ["--seed", "1", "--phases", "coverage,fuzzing", "--max-examples", "15", 
 @pytest.mark.slow
 def test_the_server_is_what_its_schema_says():
     config = EngineConfig(max_model_len=48, threads=1)
-    server = Live(lambda observer: AsyncEngine.launch(shipped_model_path(), config), api_key="key")
+    access = Access(api_keys=(ApiKey("key"),))
+    server = Live(lambda observer: AsyncEngine.launch(shipped_model_path(), config), access=access)
     server.start()
     try:
         assert server.ready.wait(60), server.error

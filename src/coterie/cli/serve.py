@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from coterie.cli.service import SERVICE_OPTIONS, checked_key, read_keys, service
 from coterie.engine.config import NO_CLASSES, ServiceConfig
 from coterie.engine.frontend import AsyncEngine
 from coterie.observe.requests import RequestObserver
-from coterie.server.config import ParserNames, ServerConfig
+from coterie.server.config import Access, AdminConfig, ApiKey, ParserNames, ServerConfig, TlsConfig
 from coterie.server.run import serve as run_server
 
 SERVER = ServerConfig()
@@ -43,8 +43,16 @@ SERVER_OPTIONS: tuple[Decorator, ...] = (
     click.option("--port", type=click.IntRange(0, 65535), default=SERVER.port, show_default=True,
                  help="0 takes a free one."),
     click.option("--api-key", help="Key that clients must send."),
-    click.option("--api-key-file", "key_table", type=click.Path(exists=True, dir_okay=False),
+    click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False),
                  help="File of keys, one a line, a service class behind each if they differ."),
+    click.option("--admin-key-file", type=click.Path(exists=True, dir_okay=False),
+                 help="File of the key that opens POST /v1/admin/reload, which exchanges the model."),
+    click.option("--admin-model-dir", type=click.Path(exists=True, file_okay=False), multiple=True,
+                 help="Folder within which a model may be loaded so; repeatable."),
+    click.option("--ssl-certfile", type=click.Path(), help="PEM file of the server's certificate: serve HTTPS."),
+    click.option("--ssl-keyfile", type=click.Path(), help="PEM file of its private key, if it stands in another file."),
+    click.option("--ssl-ca-certs", type=click.Path(),
+                 help="PEM file of authorities: clients must show a certificate that one of them signed."),
     click.option("--served-model-name", "--alias", "served_model_name",
                  help="Name that clients use. [default: the folder's]"),
     click.option("--chat-template", type=click.Path(exists=True, dir_okay=False),
@@ -110,13 +118,13 @@ def serve(**values: Any) -> None:
     log_to_stderr(values["log_level"])
     launched: list[AsyncEngine] = []
 
-    def launch(observer: RequestObserver) -> AsyncEngine:
+    def launch_model(path: str | None, observer: RequestObserver) -> AsyncEngine:
         with LoadProgress(error_console()) as progress:
-            engine = AsyncEngine.launch(folder, config, server.served_model_name, progress, service=service)
+            engine = AsyncEngine.launch(path, config, server.served_model_name, progress, service=service)
         for line in report_lines(engine):
             logger.info(line)
         engine.observer = observer
-        launched.append(engine)
+        launched[:] = [engine]  # one that was exchanged is not kept
         return engine
 
     def say_ready(url: str) -> None:
@@ -127,13 +135,13 @@ def serve(**values: Any) -> None:
         hints = ready_text(
             f"{url}/v1",
             engine.model_name,
-            needs_key=bool(server.keys),
+            needs_key=bool(server.access.api_keys),
             takes_text=engine.tokenizer is not None,
         )
         click.echo(hints)
 
     started = time.monotonic()
-    run_server(launch, server, say_ready)
+    run_server(lambda observer: launch_model(folder, observer), server, say_ready, launch_model)
 
 
 def report_lines(engine: AsyncEngine) -> list[str]:
@@ -149,14 +157,42 @@ def log_to_stderr(level: str) -> None:
 
 def server_config(values: Mapping[str, Any], service: ServiceConfig = NO_CLASSES) -> ServerConfig:
     """Build the ServerConfig from a command's values; what has no flag keeps its default."""
-    names = {field.name for field in fields(ServerConfig)} - {"key_table", "parsers"}
+    names = {field.name for field in fields(ServerConfig)}
+    known = {name: value for name, value in values.items() if name in names}
     parsers = ParserNames(reasoning=values["reasoning_parser"], tool_calls=values["tool_call_parser"])
-    config = ServerConfig(parsers=parsers, **{name: value for name, value in values.items() if name in names})
-    if values["key_table"] is None:
-        return config if config.api_key is None else replace(config, api_key=checked_key(config.api_key, "--api-key"))
-    if config.api_key is not None:
+    access = Access(api_keys=api_keys(values, service), admin=admin_config(values))
+    return ServerConfig(**known, parsers=parsers, access=access, tls=tls_config(values))
+
+
+def api_keys(values: Mapping[str, Any], service: ServiceConfig) -> tuple[ApiKey, ...]:
+    """The keys of `--api-key` or `--api-key-file`; none if neither was given."""
+    key, path = values["api_key"], values["api_key_file"]
+    if key is not None and path is not None:
         raise click.UsageError("give --api-key or --api-key-file, not both")
-    return replace(config, key_table=read_keys(Path(values["key_table"]), service))
+    if path is not None:
+        return read_keys(Path(path), service)
+    return () if key is None else (ApiKey(checked_key(key, "--api-key")),)
+
+
+def admin_config(values: Mapping[str, Any]) -> AdminConfig | None:
+    """Build the AdminConfig from a command's values; None without admin routes."""
+    path, folders = values["admin_key_file"], values["admin_model_dir"]
+    if (path is None) != (not folders):
+        raise click.UsageError("--admin-key-file and --admin-model-dir go together")
+    if path is None:
+        return None
+    key = checked_key(Path(path).read_text(encoding="utf-8", errors="replace").strip(), path)
+    return AdminConfig(key=key, folders=tuple(folders))
+
+
+def tls_config(values: Mapping[str, Any]) -> TlsConfig | None:
+    """Build the TlsConfig from a command's values; None for plain HTTP."""
+    certfile, keyfile, ca_certs = values["ssl_certfile"], values["ssl_keyfile"], values["ssl_ca_certs"]
+    if certfile is None:
+        if keyfile is not None or ca_certs is not None:
+            raise click.UsageError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        return None
+    return TlsConfig(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs)
 
 
 def ready_text(base_url: str, model: str, *, needs_key: bool, takes_text: bool = True) -> str:

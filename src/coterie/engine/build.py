@@ -142,10 +142,9 @@ def build_engine(
 
 
 def _queued(config: EngineConfig, service: ServiceConfig) -> int:
-    """More than the front end's door lets in, as it hears of ends later than the engine."""
+    """Well above what the front end's door lets in, which decides; the engine hears of requests before it of ends."""
     caps = service.max_queued if service.enabled else (None,)
-    each = (config.max_queued_requests if cap is None else cap for cap in caps)
-    return sum(config.max_running_requests + cap for cap in each)
+    return 2 * sum(config.max_running_requests + (cap or config.max_queued_requests) for cap in caps)
 
 
 def _load(files: ModelFiles, config: EngineConfig, kernels: Kernels, progress: Progress | None) -> LoadedWeights:

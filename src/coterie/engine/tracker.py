@@ -22,6 +22,7 @@ from coterie.engine.detokenizer import ChoiceText, ShownText
 from coterie.engine.errors import EngineBusy, InvalidRequest
 from coterie.engine.messages import Abort, Add, FinishReason, Output, SamplingParams, ServiceClass, Stats
 from coterie.engine.output import ChoiceDelta, Completion, PromptInfo, RequestOutput, RequestTimes
+from coterie.engine.queue_door import Needs
 from coterie.engine.tokenizer import Tokenizer
 from coterie.observe.requests import RequestObserver, RequestSummary
 
@@ -123,8 +124,9 @@ class Tracker:
         service_class = service_class or self.door.service.default_class
         rank = self._queue.table.rank(service_class)
         now = time.monotonic()
+        needs = Needs(params.n, len(prompt), params.n * self._asked(params, len(prompt)))
         try:
-            self._queue.check(rank, params.n, len(prompt), now)
+            self._queue.check(rank, needs, now)
         except EngineBusy:
             if self._has_classes:
                 self.observer.refused(service_class)
@@ -140,10 +142,13 @@ class Tracker:
             one = params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
             adds.append(Add(choice.sequence_id, prompt, one, now, index, want_logits and index == 0, service_class))
         self._requests[request_id] = request
-        self._queue.backlogs[rank].sequences += params.n
-        self._queue.backlogs[rank].tokens += len(prompt)
+        self._queue.backlogs[rank].enter(needs)
         self.observer.queued(len(prompt))
         return request, adds
+
+    def _asked(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """Tokens that a sequence may generate."""
+        return self.door.max_model_len - num_prompt_tokens if params.max_tokens is None else params.max_tokens
 
     def feed(self, output: Output, when: float | None = None) -> Abort | None:
         """Take news of a sequence; returns the Abort that a stop string calls for. News of unknown ids is ignored.
@@ -207,7 +212,7 @@ class Tracker:
             request.early.append(delta)
 
     def _open(self, request: TrackedRequest, info: PromptInfo) -> None:
-        self._queue.backlogs[request.rank].tokens -= len(request.prompt_token_ids)
+        self._queue.backlogs[request.rank].prompt -= len(request.prompt_token_ids)
         request.num_cached_tokens = info.num_cached_tokens
         request.news.append(info)
         request.news.extend(request.early or ())
@@ -221,7 +226,9 @@ class Tracker:
         choice.finish_reason = reason
         del self._sequences[choice.sequence_id]
         request = choice.request
-        self._queue.backlogs[request.rank].sequences -= 1
+        backlog = self._queue.backlogs[request.rank]
+        backlog.sequences -= 1
+        backlog.asked -= self._asked(request.params, len(request.prompt_token_ids))
         if all(other.finish_reason is not None for other in request.choices):
             if request.early is not None:
                 self._open(request, PromptInfo())
@@ -234,8 +241,8 @@ class Tracker:
         reasons = [choice.finish_reason or "abort" for choice in request.choices]
         reason: Literal["stop", "length", "abort", "error"] = max(reasons, key=_SEVERITY.index)
         if reason in ("stop", "length"):
-            ran = seconds - (request.queue_seconds or 0.0)
-            self._queue.run_seconds += 0.1 * (ran - self._queue.run_seconds)
+            asked = self._asked(request.params, len(request.prompt_token_ids))
+            self._queue.note_run(seconds - (request.queue_seconds or 0.0), asked, when)
         self.observer.finished(
             RequestSummary(
                 reason=reason,

@@ -258,6 +258,14 @@ class Status(Struct, frozen=True, kw_only=True):
     status: str
 
 
+class Reloaded(Struct, frozen=True, kw_only=True):
+    """Answer of POST /v1/admin/reload: what serves now, and how long it took to get there."""
+
+    model: str
+    max_model_len: int
+    seconds: float
+
+
 class Version(Struct, frozen=True):
     """Answer of GET /version."""
 

@@ -26,6 +26,7 @@ from coterie.server.answers import (
     DetokenizeAnswer,
     ModelCard,
     ModelList,
+    Reloaded,
     Status,
     TokenizeAnswer,
     Version,
@@ -49,9 +50,11 @@ from coterie.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ReloadRequest,
     SamplingFields,
     TokenizeRequest,
 )
+from coterie.server.reload import Reloader
 from coterie.server.responses import ResponsesCall, prepare_responses
 from coterie.server.responses_protocol import ResponseBody, ResponsesRequest, StreamEvent
 from coterie.server.state import ServedModel, ServerState
@@ -68,7 +71,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 PATHS = frozenset({
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/health",
-    "/ping", "/ready", "/version", "/metrics", "/openapi.json",
+    "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/v1/admin/reload",
 })  # fmt: skip
 """Paths that are counted by name."""
 
@@ -88,16 +91,20 @@ def create_app(state: ServerState) -> FastAPI:
     _add_status_routes(app, state)
     _add_model_routes(app, state)
     _add_post_routes(app, state)
+    if state.reloader is not None:
+        _add_admin_routes(app, state, state.reloader)
     listed = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = complete(listed(), needs_key=bool(state.config.keys))
+            has_admin = state.reloader is not None
+            app.openapi_schema = complete(listed(), needs_key=bool(state.config.access.api_keys), has_admin=has_admin)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-    if state.config.keys:
-        app.add_middleware(KeyCheck, keys=state.config.keys)
+    admin = state.config.access.admin
+    if state.config.access.api_keys or admin is not None:
+        app.add_middleware(KeyCheck, keys=state.config.access.api_keys, admin_key=None if admin is None else admin.key)
     app.add_middleware(CountAnswers, metrics=state.metrics, label=path_label)
     return app
 
@@ -172,6 +179,18 @@ def _add_post_routes(app: FastAPI, state: ServerState) -> None:
     _add(app, "/detokenize", _simple_endpoint(state, DetokenizeRequest, detokenize), detokenize_extra, method="POST")
 
 
+def _add_admin_routes(app: FastAPI, state: ServerState, reloader: Reloader) -> None:
+    decoder = BodyDecoder(ReloadRequest, strict=True)
+
+    async def reload(request: Request) -> Response:
+        body = decoder.decode(await read_body(request, state.body_limits))
+        return _json(await reloader.reload(body.model))
+
+    extra = operation(Reloaded, request=ReloadRequest, errors=(403, 409))
+    extra["security"] = [{"admin": []}]
+    _add(app, "/v1/admin/reload", _guarded(reload), extra, name="admin_reload", method="POST")
+
+
 def _add(
     app: FastAPI, path: str, endpoint: Endpoint, extra: dict[str, Any], *, name: str = "", method: str = "GET"
 ) -> None:
@@ -227,7 +246,10 @@ def _completion_endpoint(
     decoder = BodyDecoder(kind, strict=state.config.strict_api)
 
     async def handler(request: Request) -> Response:
-        served = state.model()
+        with state.preparing() as served:
+            return await answer(request, served)
+
+    async def answer(request: Request, served: ServedModel) -> Response:
         decoded = decoder.decode(await read_body(request, state.body_limits))
         served.check_name(decoded.model)
         model = served.for_class(service_class(decoded.service_tier, key_class(request.scope), served.engine.service))
@@ -238,13 +260,13 @@ def _completion_endpoint(
             if decoded.stream:
                 first = await _first_news(generation, state.config.sse_ping_seconds)
                 return EventStream(generation, call.writer(), first, state.config.sse_ping_seconds)
-            answer = _json(call.answer(await _all_news(generation)))
-            answer.headers["x-request-id"] = call.envelope.id
+            whole = _json(call.answer(await _all_news(generation)))
+            whole.headers["x-request-id"] = call.envelope.id
         except BaseException:
             await generation.close()
             raise
         await generation.close()
-        return answer
+        return whole
 
     return _guarded(handler)
 

@@ -31,19 +31,45 @@ class ParserNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """PEM files. keyfile None: the certificate's file holds the key too. ca_certs: clients must show a certificate that
+    one of these signed."""
+
+    certfile: str
+    keyfile: str | None = None
+    ca_certs: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminConfig:
+    """What opens the admin routes: a key of their own, and the folders within which a model may be loaded."""
+
+    key: str
+    folders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Who may do what. api_keys: clients must send one of them; none: anybody is served. admin None: there are no admin
+    routes."""
+
+    api_keys: tuple[ApiKey, ...] = ()
+    admin: AdminConfig | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Every field has a flag (`coterie serve --help`). Limits are in bytes, seconds or counts as the name says; port 0
     takes a free one.
 
-    api_key: the only key. key_table: any of these keys, instead. chat_template: a file that replaces the model's own
+    tls: serve HTTPS, not HTTP. chat_template: a file that replaces the model's own
     template. parsers: how its answers are read. metrics_compat "vllm" repeats the core metrics under
     `vllm:` names. shutdown_seconds: how long running requests may finish after SIGTERM before they are aborted.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
-    key_table: tuple[ApiKey, ...] = ()
+    access: Access = field(default_factory=Access)
     served_model_name: str | None = None
     chat_template: str | None = None
     parsers: ParserNames = field(default_factory=ParserNames)
@@ -60,8 +86,4 @@ class ServerConfig:
     sse_ping_seconds: float = 15.0
     shutdown_seconds: float = 30.0
     stats_log_seconds: float = 10.0
-
-    @property
-    def keys(self) -> tuple[ApiKey, ...]:
-        """All keys that are accepted; none: everybody is."""
-        return self.key_table if self.api_key is None else (ApiKey(self.api_key), *self.key_table)
+    tls: TlsConfig | None = None

@@ -60,7 +60,7 @@ class Generation:
         service_class: ServiceClass | None = None,
     ) -> None:
         self.jobs = tuple(jobs)
-        self._engine = engine
+        self.engine = engine
         self._names = names
         self._on_close = on_close
         self._class = service_class
@@ -114,7 +114,7 @@ class Generation:
 
     async def _start_all(self) -> None:
         for index, job in enumerate(self.jobs):
-            stream = self._engine.stream(
+            stream = self.engine.stream(
                 job.token_ids, job.params, request_id=job.request_id, service_class=self._class
             )
             self._streams.append(stream)

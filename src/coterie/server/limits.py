@@ -24,6 +24,8 @@ from coterie.server.errors import ApiError, ClientGone, Fault, bad_request, erro
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """Answered without a key, for load balancers and orchestrators."""
 
+ADMIN_PREFIX = "/v1/admin/"
+
 _CLASS = "coterie.service_class"
 """Where in the scope the class of the key stands."""
 
@@ -35,20 +37,28 @@ _STEP[list(b"]}")] = -1
 
 
 class KeyCheck:
-    """ASGI layer that answers 401 before the body is read, unless the bearer token is one of the keys."""
+    """ASGI layer that answers 401 before the body is read, unless the bearer token is one of the keys.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
+    Admin paths take the admin key and no other, the other paths any of `keys`, or anything if there are none.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], admin_key: str | None = None) -> None:
         self._app = app
         self._keys = [(_digest(key.key), key.service_class) for key in keys]
+        self._admin = [] if admin_key is None else [(_digest(admin_key), None)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
+        keys = (self._admin or self._keys) if scope["path"].startswith(ADMIN_PREFIX) else self._keys
+        if not keys:
+            await self._app(scope, receive, send)
+            return
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
         # Both sides are hashed first, so that neither content nor length of a key shows in the time taken.
         digest = _digest(token.strip())
-        found = [name for key, name in self._keys if hmac.compare_digest(digest, key)]
+        found = [name for key, name in keys if hmac.compare_digest(digest, key)]
         if found and scheme.lower() == "bearer":
             await self._app({**scope, _CLASS: found[0]}, receive, send)
             return

@@ -19,8 +19,10 @@ _REF = "#/components/schemas/{name}"
 _ERRORS = {
     400: "A field is wrong; the error names it.",
     401: "The API key is missing or wrong.",
+    403: "Not within the folders that may be loaded.",
     404: "No such model.",
     408: "The body came too slowly.",
+    409: "Another reload has not ended.",
     413: "The body is too large.",
     415: "The body is compressed.",
     429: "The queue is full; see Retry-After.",
@@ -34,6 +36,7 @@ REQUESTS: tuple[type[Struct], ...] = (
     ResponsesRequest,
     protocol.TokenizeRequest,
     protocol.DetokenizeRequest,
+    protocol.ReloadRequest,
 )
 ANSWERS: tuple[type[Struct], ...] = (
     answers.ChatCompletion,
@@ -47,6 +50,7 @@ ANSWERS: tuple[type[Struct], ...] = (
     answers.DetokenizeAnswer,
     answers.Status,
     answers.Version,
+    answers.Reloaded,
     answers.ErrorBody,
 )
 
@@ -65,14 +69,15 @@ def operation(
     errors: Sequence[int] = (),
 ) -> dict[str, Any]:
     """The `openapi_extra` of a route: its bodies, and errors in one shape. `chunks`: the events of its stream;
-    `errors`: statuses of a route without a body, beside those that every route may have."""
+    `errors`: statuses beside those that every route, and every route with a body, may have."""
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if answer is not None:
         content = {"application/json": {"schema": _ref(answer)}}
     if chunks:
         content["text/event-stream"] = {"schema": _event(chunks)}
     error = {"application/json": {"schema": _ref(answers.ErrorBody)}}
-    codes = _ERRORS if request is not None else {code: _ERRORS[code] for code in sorted((401, 503, *errors))}
+    usual = _ERRORS.keys() - {403, 409} if request is not None else {401, 503}
+    codes = {code: _ERRORS[code] for code in sorted({*usual, *errors})}
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": content}}
     responses |= {str(code): {"description": text, "content": error} for code, text in codes.items()}
     extra: dict[str, Any] = {"responses": responses}
@@ -94,12 +99,15 @@ def _event(chunks: Sequence[type[Struct]]) -> dict[str, Any]:
     }
 
 
-def complete(document: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
-    """Add the schemas, and the key if one is needed, to what FastAPI made."""
+def complete(document: dict[str, Any], *, needs_key: bool, has_admin: bool) -> dict[str, Any]:
+    """Add the schemas, and the keys that are needed, to what FastAPI made."""
     components = document.setdefault("components", {})
     components["schemas"] = schemas()
+    bearer = {"type": "http", "scheme": "bearer"}
+    if needs_key or has_admin:
+        needed = {"key": needs_key, "admin": has_admin}
+        components["securitySchemes"] = {name: bearer for name, needs in needed.items() if needs}
     if needs_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
         for path in OPEN_PATHS:
             document["paths"][path]["get"]["security"] = []

@@ -218,6 +218,12 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     tokens: TokenIds
 
 
+class ReloadRequest(Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/admin/reload: a model's folder or GGUF file, within the folders that the server allows."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
 T = TypeVar("T", bound=Struct)
 
 

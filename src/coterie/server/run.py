@@ -21,7 +21,9 @@ import uvicorn
 from coterie.engine.messages import Stats
 from coterie.server.app import create_app
 from coterie.server.config import LOOPBACK_HOSTS, ServerConfig
+from coterie.server.reload import Reloader
 from coterie.server.state import ServerState
+from coterie.server.tls import check_files, uvicorn_options
 from coterie.spec.errors import CoterieError
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ logger = logging.getLogger("coterie.server")
 Launch = Callable[["RequestObserver"], "AsyncEngine"]
 """Makes the engine; called on a thread of its own, and told who observes its requests."""
 
+Relaunch = Callable[[str, "RequestObserver"], "AsyncEngine"]
+"""Likewise for the model in a folder or file, to exchange the model that is served."""
+
 _LAST_WORDS_SECONDS = 2.0
 """Time for error events to reach clients when running requests are ended."""
 
@@ -42,15 +47,22 @@ _KEEP_ALIVE_SECONDS = 75
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(launch: Launch, config: ServerConfig, on_ready: Callable[[str], None] | None = None) -> None:
+def serve(
+    launch: Launch,
+    config: ServerConfig,
+    on_ready: Callable[[str], None] | None = None,
+    relaunch: Relaunch | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. `on_ready` gets the base URL once the model is loaded.
 
-    Raises CoterieError if the port cannot be bound or the model cannot be loaded. A second signal, or one while the
-    model loads, stops at once.
+    Raises CoterieError if a TLS file is bad, the port cannot be bound or the model cannot be loaded. A second signal,
+    or one while the model loads, stops at once.
     """
+    if config.tls is not None:
+        check_files(config.tls)
     listener = bind(config.host, config.port)
     try:
-        asyncio.run(Server(config, listener).run(launch, on_ready))
+        asyncio.run(Server(config, listener, relaunch).run(launch, on_ready))
     finally:
         listener.close()
 
@@ -77,11 +89,11 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """The base URL of a listening socket; a wildcard address is shown as loopback, where one can connect."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -96,8 +108,13 @@ class _Uvicorn(uvicorn.Server):
 class Server:
     """One run of the server on a bound socket."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket) -> None:
+    def __init__(self, config: ServerConfig, listener: socket.socket, relaunch: Relaunch | None = None) -> None:
         self.state = ServerState(config)
+        if config.access.admin is not None and relaunch is not None:
+            observer = self.state.metrics
+            self.state.reloader = Reloader(
+                self.state, lambda path: _launched(lambda: relaunch(path, observer)), config.access.admin.folders
+            )
         self._config = config
         self._listener = listener
         self._http = _Uvicorn(
@@ -110,15 +127,16 @@ class Server:
                 ws="none",
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=round(config.shutdown_seconds + 2 * _LAST_WORDS_SECONDS) + 1,
+                **uvicorn_options(config.tls),
             )
         )
         self._stopping = asyncio.Event()
-        self._engine: AsyncEngine | None = None
+        self._engine: AsyncEngine | None = None  # before it serves; then the state has it
 
     async def run(self, launch: Launch, on_ready: Callable[[str], None] | None) -> None:
         """Serve until `stop`, whatever happens inside."""
         config = self._config
-        if config.host not in LOOPBACK_HOSTS and not config.keys:
+        if config.host not in LOOPBACK_HOSTS and not config.access.api_keys:
             logger.warning("listening on %s without an API key: anyone who reaches it can use it", config.host)
         self._handle_signals()
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
@@ -136,8 +154,11 @@ class Server:
             for task in (loading, logging_stats, stopping):
                 task.cancel()
             await asyncio.gather(loading, logging_stats, stopping, return_exceptions=True)
-            if self._engine is not None:
-                await self._engine.shutdown(drain=False)
+            if self.state.reloader is not None:
+                await self.state.reloader.close()
+            for engine in (self._engine, None if self.state.loaded is None else self.state.loaded.engine):
+                if engine is not None:
+                    await engine.shutdown(drain=False)
 
     def stop(self) -> None:
         """Begin to shut down; the second call does not wait for running requests."""
@@ -147,15 +168,16 @@ class Server:
         self._stopping.set()
 
     async def _load(self, launch: Launch, on_ready: Callable[[str], None] | None) -> None:
-        engine = await _launched(launch, self.state.metrics)
+        engine = await _launched(lambda: launch(self.state.metrics))
         self._engine = engine
         while not engine.is_ready():
             if not engine.is_alive():
                 raise CoterieError("the engine ended while it was loading")
             await asyncio.sleep(0.02)
         self.state.set_engine(engine)
+        self._engine = None
         if on_ready is not None:
-            on_ready(url_of(self._listener))
+            on_ready(url_of(self._listener, "http" if self._config.tls is None else "https"))
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
         """Stop accepting, let running requests finish for a while, then end them with an error."""
@@ -193,7 +215,7 @@ class Server:
             before, at = stats, now
 
 
-def _launched(launch: Launch, observer: RequestObserver) -> asyncio.Future[AsyncEngine]:
+def _launched(launch: Callable[[], AsyncEngine]) -> asyncio.Future[AsyncEngine]:
     """Load on a daemon thread: stopping the server does not wait for it, and an engine nobody wants is shut down."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[AsyncEngine] = loop.create_future()
@@ -213,7 +235,7 @@ def _launched(launch: Launch, observer: RequestObserver) -> asyncio.Future[Async
     def body() -> None:
         engine, failure = None, None
         try:
-            engine = launch(observer)
+            engine = launch()
         except Exception as error:
             failure = error
         try:

@@ -5,10 +5,12 @@ One per app, handed to the routes; no module global. Not here: routes, and how t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,11 +30,12 @@ from coterie.server.tiers import TIER_OF_CLASS
 from coterie.spec.errors import CoterieError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from coterie.engine.frontend import AsyncEngine
     from coterie.engine.messages import ServiceClass
     from coterie.engine.tokenizer import Tokenizer
+    from coterie.server.reload import Reloader
 
 Phase = Literal["loading", "ready", "draining"]
 logger = logging.getLogger("coterie.server")
@@ -95,6 +98,8 @@ class ServerState:
         choose_formats(self._own_template, config.parsers)
         self._model: ServedModel | None = None
         self._running: set[Generation] = set()
+        self._preparing: Counter[AsyncEngine] = Counter()
+        self.reloader: Reloader | None = None
 
     @property
     def loaded(self) -> ServedModel | None:
@@ -102,7 +107,10 @@ class ServerState:
         return self._model
 
     def set_engine(self, engine: AsyncEngine) -> None:
-        """Begin to serve. Raises CoterieError if the model's chat template cannot be used."""
+        """Begin to serve, or go on with another model: new requests go to it.
+
+        Raises CoterieError if the model's chat template cannot be used; then nothing has changed.
+        """
         config = self.config
         name = config.served_model_name or engine.model_name
         tokenizer = engine.tokenizer
@@ -130,6 +138,20 @@ class ServerState:
         if self._model is None or self.phase == "loading":
             raise unavailable("the model is still loading", retry_after=5, code="loading")
         return self._model
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[ServedModel]:
+        """The model for a new request, as `model` gives it; its engine is not given up before the block ends."""
+        model = self.model()
+        self._preparing[model.engine] += 1
+        try:
+            yield model
+        finally:
+            self._preparing[model.engine] -= 1
+
+    def is_used(self, engine: AsyncEngine) -> bool:
+        """Whether a request is being prepared for an engine or answered by it."""
+        return self._preparing[engine] > 0 or any(generation.engine is engine for generation in self._running)
 
     def begin(self, model: ServedModel, jobs: Sequence[PromptJob], names: Mapping[str, str]) -> Generation:
         """A generation for a request, not started; its `close` must follow."""
