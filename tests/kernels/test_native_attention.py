@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import ISAS, KINDS, PagedSequences, fill_caches, gqa_spec, mla_spec, normal
+from kernel_cases import (
+    ISAS,
+    KINDS,
+    LEVELS,
+    PagedSequences,
+    attention_tolerance,
+    fill_caches,
+    gqa_spec,
+    mla_spec,
+    normal,
+)
 
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
@@ -59,12 +69,13 @@ def test_long_contexts_against_the_oracle(isa: str, name: str, kind: CacheKind) 
         torch.from_numpy(query.astype(np.float64)), theirs[0], theirs[1] if rows[1:] else None, prepared, spec
     )
     got = attend(NativeKernels(2, isa), query, caches, whole.host, spec)
-    np.testing.assert_allclose(got, expected.numpy(), rtol=2e-5, atol=2e-5)
+    tolerance = attention_tolerance(isa, kind)
+    np.testing.assert_allclose(got, expected.numpy(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("threads", [2, 5])
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 def test_splits_do_not_show(isa: str, name: str, threads: int) -> None:
     """Decode rows alone and together, chunks that start and end inside splits and tiles, the whole at once."""
     spec, layout = SPECS[name], PagedSequences(LENGTHS, 64)

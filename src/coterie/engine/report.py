@@ -15,6 +15,7 @@ from coterie.engine.resolve import gigabytes
 from coterie.kernels.api import Kernels
 from coterie.kernels.select import Choice
 from coterie.model.loader import LoadedWeights
+from coterie.spec.cache import CacheKind
 from coterie.spec.weights import MatrixSpec, WeightFormat
 
 _COLS, _ROWS = 256, 64
@@ -32,6 +33,17 @@ def weight_choices(loaded: LoadedWeights, config: EngineConfig, kernels: Kernels
             why = "never narrowed"
         lines.append(Choice(f"weights of {need.role}", need.label, f"{why}; {gigabytes(need.nbytes)}"))
     return (*lines, *activation_choices(loaded.weights, kernels))
+
+
+def attention_choice(kernels: Kernels, cache: CacheKind) -> tuple[Choice, ...]:
+    """What the native kernels compute attention in: bf16 tiles, where the level has them and the cache is narrower than
+    float32, else float32."""
+    if kernels.name != "native":
+        return ()
+    if cache == "f32" or not getattr(kernels, "isa", "").startswith("amx"):
+        return (Choice("attention", "float32", f"sums, queries and softmax weights; cache rows are {cache}"),)
+    reason = "queries and softmax weights before AMX tiles, sums in float32; --isa avx512 keeps float32"
+    return (Choice("attention", "bfloat16", reason),)
 
 
 def activation_choices(weights: Mapping[str, Any], kernels: Kernels) -> tuple[Choice, ...]:

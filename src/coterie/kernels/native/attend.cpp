@@ -12,8 +12,7 @@ namespace coterie {
 namespace {
 
 constexpr std::int64_t kChunk = 1 << 15;       // elements below which another thread is not worth it
-constexpr std::int64_t kTaskPairs = 128;       // (row, head) pairs that share a widened tile
-constexpr std::int64_t kFewHeads = 8;          // a task is not cut finer than this
+constexpr std::int64_t kFewHeads = 8;          // pairs that a merging task takes
 constexpr std::int64_t kTaskWork = 1 << 17;    // multiply-adds below which it is not worth it
 
 constexpr float kSmallest = 1e-30f;            // a group below is stored as zeros: its scale would be no normal float
@@ -39,19 +38,30 @@ std::int64_t partial_floats(const AttentionArgs& args, std::int64_t pairs) {
   return pad_channels(pairs * (pad_channels(args.value_dim) + 2));
 }
 
-std::int64_t scratch_floats(const AttentionArgs& args, std::int64_t pairs) {
+// How a kernel wants its tasks: (row, head) pairs that share widened keys, and heads that a task is not cut below.
+struct Grain {
+  std::int64_t pairs, heads;
+};
+constexpr Grain kVectorGrain{128, 8};
+constexpr Grain kTileGrain{256, 16};
+
+bool in_tiles(const KernelTable& table, const AttentionArgs& args) {
+  return table.tile_attention && args.keys.kind != CacheKind::f32 && args.values.kind != CacheKind::f32;
+}
+
+std::int64_t vector_floats(const AttentionArgs& args, std::int64_t pairs) {
   const std::int64_t tiles = 64 * (tile_stride(args.key_dim) + tile_stride(args.value_dim));
   return tiles + pairs * (pad_channels(args.key_dim) + 2) + partial_floats(args, pairs);
 }
 
-// A task is some rows of a sequence and up to `head_step` heads of one key head, kTaskPairs in all; they share tiles.
+// A task is some rows of a sequence and up to `head_step` heads of one key head, so many pairs in all; they share tiles.
 // The last rows, which see most, come first.
-void cut_sequence(const AttentionArgs& args, const Sequences& s, std::int64_t index, std::int64_t head_step,
-                  std::vector<AttentionTask>& tasks) {
+void cut_sequence(const AttentionArgs& args, const Sequences& s, std::int64_t index, const Grain& grain,
+                  std::int64_t head_step, std::vector<AttentionTask>& tasks) {
   const std::int64_t begin = s.query_start[index], end = s.query_start[index + 1];
   if (begin == end) return;
   const std::int64_t per_group = args.heads / args.groups;
-  const std::int64_t row_step = std::max<std::int64_t>(1, kTaskPairs / std::min(head_step, per_group));
+  const std::int64_t row_step = std::max<std::int64_t>(1, grain.pairs / std::min(head_step, per_group));
   for (std::int64_t block = (end - begin - 1) / row_step; block >= 0; --block) {
     const std::int64_t row = begin + block * row_step;
     const std::int64_t position = s.blocks ? s.positions[row] : row - begin;
@@ -86,24 +96,28 @@ struct Plan {
   std::int64_t partials = 0;  // floats of all cuts
 };
 
-std::vector<AttentionTask> cut_rows_and_heads(const AttentionArgs& args, const Sequences& sequences, int threads) {
+std::vector<AttentionTask> cut_rows_and_heads(const AttentionArgs& args, const Sequences& sequences,
+                                              const Grain& grain, int threads) {
   std::vector<AttentionTask> tasks;
-  for (std::int64_t head_step = kTaskPairs;; head_step /= 2) {
+  for (std::int64_t head_step = grain.pairs;; head_step /= 2) {
     tasks.clear();
     std::int64_t splits = 0;
-    for (std::int64_t i = 0; i < sequences.count; ++i) cut_sequence(args, sequences, i, head_step, tasks);
+    for (std::int64_t i = 0; i < sequences.count; ++i) cut_sequence(args, sequences, i, grain, head_step, tasks);
     for (const AttentionTask& task : tasks) splits += ceil_div(context_of(task), kSplit);
-    if (threads == 1 || splits >= 2 * threads || head_step == kFewHeads) return tasks;
+    if (threads == 1 || splits >= 2 * threads || head_step == grain.heads) return tasks;
   }
 }
 
 // Tasks that would keep one thread busy while others have nothing left are cut at the splits.
-Plan make_plan(const AttentionArgs& args, const Sequences& sequences, int threads) {
+Plan make_plan(const KernelTable& table, const AttentionArgs& args, const Sequences& sequences, int threads) {
   Plan plan;
-  const std::vector<AttentionTask> tasks = cut_rows_and_heads(args, sequences, threads);
+  const bool tiles = in_tiles(table, args);
+  const std::vector<AttentionTask> tasks =
+      cut_rows_and_heads(args, sequences, tiles ? kTileGrain : kVectorGrain, threads);
+  const auto floats = tiles ? table.tile_attention_floats : vector_floats;
   for (const AttentionTask& task : tasks) {
     plan.cost += cost_of(args, task);
-    plan.scratch = std::max(plan.scratch, scratch_floats(args, pairs_of(task)));
+    plan.scratch = std::max(plan.scratch, floats(args, pairs_of(task)));
   }
   const std::int64_t limit = plan.cost / (4 * threads);
   for (const AttentionTask& task : tasks) {
@@ -178,7 +192,8 @@ void write_codes(const CacheRows& rows, const float* source, char* target) {
 }  // namespace
 
 void Device::attend(const AttentionArgs& args, const Sequences& sequences) {
-  Plan plan = make_plan(args, sequences, threads());
+  Plan plan = make_plan(table_, args, sequences, threads());
+  const auto kernel = in_tiles(table_, args) ? table_.tile_attention : table_.attention;
   const ScratchPool::Lease partials(scratch_, plan.partials);
   place_partials(plan, partials.data());
   const auto count = static_cast<std::int64_t>(plan.tasks.size());
@@ -188,7 +203,7 @@ void Device::attend(const AttentionArgs& args, const Sequences& sequences) {
     for (std::int64_t t = i * count / chunks; t < (i + 1) * count / chunks; ++t) {
       AttentionTask task = plan.tasks[static_cast<std::size_t>(t)];
       task.scratch = scratch.data();
-      table_.attention(args, task);
+      kernel(args, task);
     }
   });
   std::int64_t groups = 0;

@@ -307,26 +307,35 @@ static float* pair_out(const AttentionArgs& args, const AttentionTask& task, std
   return args.out + at * args.value_dim;
 }
 
-// All splits of the task's rows, or (with `partial`) the one split `task.split` alone, left for attention_merge.
-static void attention(const AttentionArgs& args, const AttentionTask& task) {
-  const Work work = make_work(args, task);
+// Calls run_split(begin, end) for each split of the task's context, which leaves its result in `now`, and merges them
+// into the output. Behind `now` is room for the maxima and sums of all splits.
+template <class F>
+COTERIE_INLINE void fold_all_splits(const AttentionArgs& args, const AttentionTask& task, const Partial& now, F run_split) {
   const std::int64_t pairs = task.rows * task.heads, context = task.first_position + task.rows;
-  if (task.partial) {
-    const std::int64_t begin = task.split * kSplit, left = context - begin;
-    run_split(args, task, work, begin, begin + (left < kSplit ? left : kSplit));
-    return;
-  }
-  float* tops = work.now.total + pairs;
+  const std::int64_t value_dim = pad_channels(args.value_dim);
+  float* tops = now.total + pairs;
   float* totals = tops + pairs;
   for (std::int64_t begin = 0; begin < context; begin += kSplit) {
-    run_split(args, task, work, begin, context - begin < kSplit ? context : begin + kSplit);
+    run_split(begin, context - begin < kSplit ? context : begin + kSplit);
     for (std::int64_t p = 0; p < pairs; ++p) {
       if (begin > task.first_position + p / task.heads) continue;
-      fold_split(pair_out(args, task, p), tops + p, totals + p, work.now.out + p * work.value_dim, work.now.top[p],
-                 work.now.total[p], args.value_dim, begin == 0);
+      fold_split(pair_out(args, task, p), tops + p, totals + p, now.out + p * value_dim, now.top[p], now.total[p],
+                 args.value_dim, begin == 0);
     }
   }
   for (std::int64_t p = 0; p < pairs; ++p) divide(pair_out(args, task, p), totals[p], args.value_dim);
+}
+
+// All splits of the task's rows, or (with `partial`) the one split `task.split` alone, left for attention_merge.
+static void attention(const AttentionArgs& args, const AttentionTask& task) {
+  const Work work = make_work(args, task);
+  if (task.partial) {
+    const std::int64_t begin = task.split * kSplit, left = task.first_position + task.rows - begin;
+    run_split(args, task, work, begin, begin + (left < kSplit ? left : kSplit));
+    return;
+  }
+  fold_all_splits(args, task, work.now,
+                  [&](std::int64_t begin, std::int64_t end) { run_split(args, task, work, begin, end); });
 }
 
 // Folds the partials of the task's splits, `stride` floats apart from task.partial on, for pairs [begin, end).

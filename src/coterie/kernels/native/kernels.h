@@ -213,6 +213,10 @@ struct KernelTable {
   // out[r] = x[r] * sigmoid(gate[r])
   void (*sigmoid_scale)(const float* x, const float* gate, float* out, std::int64_t width, std::int64_t begin,
                         std::int64_t end);
+  // Attention in bf16 tiles, for caches narrower than float32, and the floats of scratch it takes for so many pairs;
+  // null where the level has no tiles.
+  void (*tile_attention)(const AttentionArgs&, const AttentionTask&);
+  std::int64_t (*tile_attention_floats)(const AttentionArgs&, std::int64_t pairs);
 };
 
 namespace generic {
@@ -225,12 +229,17 @@ extern const KernelTable table;
 namespace avx512 {
 extern const KernelTable table;
 }
-// Products only: the rest of these levels is avx512's.
+// Products and attention in tiles: the rest of these levels is avx512's.
+struct TileKernels {
+  void (*gemm)(const GemmTask&);
+  void (*attention)(const AttentionArgs&, const AttentionTask&);
+  std::int64_t (*attention_floats)(const AttentionArgs&, std::int64_t pairs);
+};
 namespace amx {
-void products(const GemmTask& task);
+extern const TileKernels tile_kernels;
 }
 namespace amx_emulated {
-void products(const GemmTask& task);
+extern const TileKernels tile_kernels;
 }
 #endif
 

@@ -35,9 +35,11 @@ bool has_amx() {
   return has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kAll) == kAll;
 }
 
-KernelTable with_products(KernelTable table, const char* name, void (*gemm)(const GemmTask&)) {
+KernelTable with_tiles(KernelTable table, const char* name, const TileKernels& tiles) {
   table.name = name;
-  table.gemm = gemm;
+  table.gemm = tiles.gemm;
+  table.tile_attention = tiles.attention;
+  table.tile_attention_floats = tiles.attention_floats;
   table.bf16_inputs = true;
   return table;
 }
@@ -48,12 +50,12 @@ bool tiles_granted() {
 }
 
 const KernelTable& amx_table() {
-  static const KernelTable table = with_products(avx512::table, "amx", amx::products);
+  static const KernelTable table = with_tiles(avx512::table, "amx", amx::tile_kernels);
   return table;
 }
 
 const KernelTable& emulated_table() {
-  static const KernelTable table = with_products(avx512::table, "amx-emulated", amx_emulated::products);
+  static const KernelTable table = with_tiles(avx512::table, "amx-emulated", amx_emulated::tile_kernels);
   return table;
 }
 

@@ -1,4 +1,4 @@
-// The products of the amx level, compiled twice: as `amx` with the tile instructions, as `amx_emulated` with Tiles in
+// The products and the attention of the amx level, compiled twice: as `amx` with the tile instructions, as `amx_emulated` with Tiles in
 // plain C++ for tests on processors that lack them. All else of that level is the avx512 level's.
 #include <cstddef>
 #include <cstdint>
@@ -23,11 +23,16 @@ namespace {
 
 #include "tile_gemm.h"
 
+#include "attention_tile.h"
+
+#include "attention.h"
+
+#include "tile_attention.h"
+
 }  // namespace
 
-void products(const GemmTask& task) {
-  tile_gemm(task);
-}
+extern const TileKernels tile_kernels;
+const TileKernels tile_kernels = {tile_gemm, tile_attention, tile_attention_floats};
 
 }  // namespace COTERIE_ISA
 }  // namespace coterie
