@@ -1,11 +1,18 @@
-"""Test session helper: prints how long each tests/<folder> took, so that a slow part is seen at once. No fixtures."""
+"""Test session helper: prints how long each tests/<folder> took, so that a slow part is seen at once. No fixtures.
+
+The oracle's tiny tensors need no second thread: OpenMP's wait for each other by spinning, which on a busy machine takes
+several times the work.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from pathlib import PurePosixPath
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here or in a process that a test starts
 
 
 class FolderTimes:

@@ -52,13 +52,16 @@ def spelled_out(spec: AttentionSpec, query: Floats, rows: list[Floats], row: int
     for head in range(spec.num_heads):
         at = head // (spec.num_heads // groups)
         keys = rows[0][: row + 1].reshape(row + 1, groups, -1)[:, at].astype(np.float64)
-        values = keys[:, : spec.kv_lora_rank] if spec.kind == "mla" else rows[1][: row + 1].reshape(row + 1, groups, -1)[:, at]
+        values = keys[:, : spec.kv_lora_rank]
+        if spec.kind != "mla":
+            values = rows[1][: row + 1].reshape(row + 1, groups, -1)[:, at].astype(np.float64)
         scores = keys @ to_bf16(query[row, head]).astype(np.float64) * spec.softmax_scale
         top, out, total = scores.max(), 0.0, 0.0
         for begin in range(0, row + 1, SPLIT):
             part = scores[begin : begin + SPLIT]
-            weights = to_bf16(np.exp(part - part.max()).astype(np.float32)).astype(np.float64) * np.exp(part.max() - top)
-            out, total = out + weights @ values[begin : begin + SPLIT].astype(np.float64), total + weights.sum()
+            weights = to_bf16(np.exp(part - part.max()).astype(np.float32)).astype(np.float64)
+            weights *= np.exp(part.max() - top)
+            out, total = out + weights @ values[begin : begin + SPLIT], total + weights.sum()
         outs.append(out / total)
     return np.array(outs)
 
