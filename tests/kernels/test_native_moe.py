@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import KINDS, LEVELS, make_bank, normal
 
-from coterie.kernels.native import NativeKernels
+from coterie.kernels.native import MAX_ROUTE_SHAPES, NativeKernels
 from coterie.kernels.reference import ReferenceKernels
 from coterie.spec.cache import CacheKind as WeightKind
 from coterie.spec.model import MoESpec
@@ -65,6 +65,14 @@ def routed_scores(native: NativeKernels, logits: np.ndarray, spec: MoESpec, bias
     """Route one token whose logits are exactly these: an identity gate."""
     gate = make_bank(native, np.eye(len(logits), dtype=np.float32)[None], "f32")
     return native.route(logits.astype(np.float32)[None], gate, bias, spec)
+
+
+def test_rules_that_are_remembered_are_few(native: NativeKernels) -> None:
+    logits = np.array([0, 2, 1, 3])
+    for count in range(2 * MAX_ROUTE_SHAPES + 1):
+        spec = replace(BASE, num_experts=4, top_k=1 + count % 4, scoring="sigmoid")
+        assert routed_scores(native, logits, spec).expert_ids.shape == (1, spec.top_k)
+        assert len(native._route_shapes) <= MAX_ROUTE_SHAPES
 
 
 def test_ties_go_to_the_lower_id(native: NativeKernels) -> None:

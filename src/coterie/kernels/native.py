@@ -38,6 +38,8 @@ Floats = NDArray[np.float32]
 _F32 = np.dtype(np.float32)
 Integers = NDArray[Any]
 IsaLevel = Literal["generic", "avx2", "avx512", "amx"]
+MAX_ROUTE_SHAPES = 64
+"""Routing rules kept in the extension's form; a model has one or two."""
 
 
 class NativeKernels:
@@ -267,7 +269,11 @@ class NativeKernels:
         x = _floats(x)
         ids = np.empty((len(x), spec.top_k), np.int32)
         weights = np.empty((len(x), spec.top_k), np.float32)
-        kept = self._route_shapes.get(id(spec)) or self._route_shapes.setdefault(id(spec), (spec, _route_shape(spec)))
+        kept = self._route_shapes.get(id(spec))
+        if kept is None:
+            if len(self._route_shapes) == MAX_ROUTE_SHAPES:
+                self._route_shapes.clear()
+            kept = self._route_shapes[id(spec)] = (spec, _route_shape(spec))
         self._device.route(x, gate, bias, kept[1], ids, weights)
         return Routed(ids, weights)
 

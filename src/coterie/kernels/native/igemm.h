@@ -278,30 +278,31 @@ static void gemm(const GemmTask& task) {
 
 // ---- activations ----------------------------------------------------------------------------------------------------
 
-// int8 codes of `size` values that share one factor; returns the factor (NaN if a value is NaN or infinite).
-static float quantize_span(const float* x, std::int64_t size, std::int8_t* codes) {
+// int8 codes of `size` values that share one factor.
+struct Span {
+  float factor;      // NaN if a value is NaN or infinite
+  std::int32_t sum;  // of the codes
+};
+
+static Span quantize_span(const float* x, std::int64_t size, std::int8_t* codes) {
   Vec top = {}, poison = {};
   for_vectors(size, [&](std::int64_t i, std::int64_t n) {
     const Vec v = load_n(x + i, n);
     top = max(top, (Vec)((VecU)v & 0x7fffffffu));
     poison = poison + v * splat(0.0f);
   });
-  float lanes[kLanes], bad[kLanes], most = 0.0f, wrong = 0.0f;
-  store(lanes, top);
-  store(bad, poison);
-  for (int i = 0; i < kLanes; ++i) {
-    most = lanes[i] > most ? lanes[i] : most;
-    wrong += bad[i];
-  }
-  const float factor = most / 127.0f;
-  const float inverse = factor > 0.0f && wrong == 0.0f ? 127.0f / most : 0.0f;
+  const bool wrong = has_nan(poison);
+  const float most = largest(top), factor = most / 127.0f;
+  const float inverse = factor > 0.0f && !wrong ? 127.0f / most : 0.0f;
   const Vec magic = splat(12582912.0f);
+  VecI total = {};
   for_vectors(size, [&](std::int64_t i, std::int64_t n) {
     const VecI q = __builtin_convertvector(fma(load_n(x + i, n), splat(inverse), magic) - magic, VecI);
     const VecB narrow = low_bytes(q);
     std::memcpy(codes + i, &narrow, static_cast<std::size_t>(n));
+    total += q;
   });
-  return wrong == 0.0f ? factor : __builtin_nanf("");
+  return {wrong ? __builtin_nanf("") : factor, wrong ? 0 : sum(total)};
 }
 
 // Nearest-even bf16 values; a NaN stays a NaN.
@@ -326,9 +327,12 @@ static void quantize_inputs(const QuantizeInputs& args, std::int64_t begin, std:
     std::int8_t* codes = args.codes + row * args.stride;
     for (std::int64_t at = args.first; at < args.last; at += args.group) {
       const std::int64_t size = args.last - at < args.group ? args.last - at : args.group;
-      args.scales[row * args.groups + at / args.group] = quantize_span(x + at, size, codes + at);
+      const Span span = quantize_span(x + at, size, codes + at);
+      args.scales[row * args.groups + at / args.group] = span.factor;
+      if (args.weight_group == args.group) args.sums[row * args.groups + at / args.group] = args.zero * span.sum;
     }
     if (args.last == args.cols) std::memset(codes + args.cols, 0, static_cast<std::size_t>(args.stride - args.cols));
+    if (args.weight_group == args.group) continue;
     for (std::int64_t at = args.first; at < args.last; at += args.weight_group) {
       const std::int64_t size = args.last - at < args.weight_group ? args.last - at : args.weight_group;
       std::int32_t sum = 0;

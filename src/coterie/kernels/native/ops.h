@@ -38,6 +38,19 @@ struct ExpertRun {
   std::int64_t rows;
 };
 
+// A block of at most kActivationGroup columns of one expert's inner width, and the rows that a task takes through it.
+struct InnerTask {
+  std::size_t run;
+  std::int64_t row, rows, first, last;
+};
+
+// Where an expert's inner activations go: straight into the narrow form that `down` reads, or as floats [rows, inner]
+// into `values`, from where they are narrowed, if at all, when whole rows are there.
+struct Inner {
+  float* values;
+  QuantizeInputs codes;
+};
+
 // Feed-forward of a whole step on one rank: every token's K experts and, if there is a bank of them, the shared ones.
 struct MoeArgs {
   const float* x;                // [T, H]
@@ -119,6 +132,7 @@ class Device {
   void run_products(const std::vector<Product>& products, Workspace& space);
   void run_tasks(const std::vector<GemmTask>& tasks, std::int64_t cost);
   void run_experts(const std::vector<ExpertRun>& runs, Workspace& space);
+  void run_inner(const ExpertRun& run, const InnerTask& task, const Inner& out);
 
   Pool pool_;
   ScratchPool scratch_;

@@ -30,11 +30,12 @@ void split(const Product& p, const Activations& quantized, std::vector<GemmTask>
   }
 }
 
-// A column block of one expert's inner width and the rows that a task takes through it.
-struct InnerTask {
-  std::size_t run;
-  std::int64_t row, rows, first, last;
-};
+// Narrow activations from row `row` on.
+QuantizeInputs inputs_from(QuantizeInputs args, std::int64_t row) {
+  args.codes += row * args.stride;
+  if (args.scales) args.scales += row * args.groups, args.sums += row * args.weight_groups;
+  return args;
+}
 
 }  // namespace
 
@@ -89,14 +90,16 @@ void Device::run_products(const std::vector<Product>& products, Workspace& space
 
 void Device::run_experts(const std::vector<ExpertRun>& runs, Workspace& space) {
   std::vector<InnerTask> inner_tasks;
-  std::vector<float*> middles;
-  std::vector<QuantizeInputs> downs;
+  std::vector<Inner> inners;
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const ExpertRun& run = runs[i];
     const std::int64_t inner = run.down.cols;
-    middles.push_back(space.take<float>(run.rows * 2 * inner));
     const bool narrow = narrows(run.down.format.kind);
-    downs.push_back(narrow ? inputs_for(run.down, run.rows, space, middles.back(), 2 * inner) : QuantizeInputs{});
+    QuantizeInputs codes = narrow ? inputs_for(run.down, run.rows, space, nullptr, inner) : QuantizeInputs{};
+    const bool direct = narrow && codes.group <= kActivationGroup;
+    float* values = direct ? nullptr : space.take<float>(run.rows * inner);
+    codes.x = values;
+    inners.push_back({values, codes});
     for (std::int64_t row = 0; row < run.rows; row += kMaxIntRows) {
       for (std::int64_t first = 0; first < inner; first += kActivationGroup) {
         inner_tasks.push_back({i, row, std::min(kMaxIntRows, run.rows - row), first,
@@ -106,36 +109,49 @@ void Device::run_experts(const std::vector<ExpertRun>& runs, Workspace& space) {
   }
   parallel_for(pool_, static_cast<std::int64_t>(inner_tasks.size()), [&](std::int64_t i) {
     const InnerTask& task = inner_tasks[static_cast<std::size_t>(i)];
-    const ExpertRun& run = runs[task.run];
-    float* middle = middles[task.run];
-    const std::int64_t hidden = run.gate_up.cols, inner = run.down.cols;
-    const Activations q = rows_from(run.quantized, task.row, run.gate_up.groups);
-    for (std::int64_t half = 0; half < 2; ++half) {
-      const std::int64_t base = half * run.gate_up.segment_panels;
-      table_.gemm({run.x ? run.x + task.row * hidden : nullptr, hidden, q, run.gate_up, nullptr, middle + task.row * 2 * inner,
-                   2 * inner, task.rows, base + task.first / kPanel, base + (task.last + kPanel - 1) / kPanel});
-    }
-    table_.silu_mul(middle, inner, task.first, task.last, task.row, task.row + task.rows);
-    QuantizeInputs down = downs[task.run];
-    if (down.codes && down.group <= kActivationGroup) {
-      down.first = task.first, down.last = task.last;
-      table_.quantize_inputs(down, task.row, task.row + task.rows);
-    }
+    run_inner(runs[task.run], task, inners[task.run]);
   });
   std::vector<GemmTask> tasks;
   std::int64_t cost = 0;
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const ExpertRun& run = runs[i];
-    const QuantizeInputs& d = downs[i];
-    if (d.codes && d.group > kActivationGroup) {
+    const auto& [values, d] = inners[i];
+    if (values && d.codes) {
       over_rows(run.rows, run.down.cols,
                 [&](std::int64_t begin, std::int64_t end) { table_.quantize_inputs(d, begin, end); });
     }
-    split({middles[i], 2 * run.down.cols, run.down, nullptr, run.out, run.down.rows, run.rows},
+    split({values, run.down.cols, run.down, nullptr, run.out, run.down.rows, run.rows},
           {d.codes, d.scales, d.sums, d.stride, d.group, d.groups}, tasks);
     cost += run.rows * run.down.rows * run.down.cols;
   }
   run_tasks(tasks, cost);
+}
+
+// Gate, up and their product stay in a small buffer; what leaves it is the narrow form that `down` reads, or the values.
+void Device::run_inner(const ExpertRun& run, const InnerTask& task, const Inner& out) {
+  constexpr std::int64_t kWidth = 2 * kActivationGroup;
+  const std::int64_t hidden = run.gate_up.cols, inner = run.down.cols, width = task.last - task.first;
+  const ScratchPool::Lease lease(scratch_, task.rows * kWidth);
+  float* gated = lease.data();
+  const Activations q = rows_from(run.quantized, task.row, run.gate_up.groups);
+  for (std::int64_t half = 0; half < 2; ++half) {
+    const std::int64_t base = half * run.gate_up.segment_panels;
+    // Output `first` of the half goes to column 0 of its part of the buffer.
+    float* target = gated + half * kActivationGroup - (half * inner + task.first);
+    table_.gemm({run.x ? run.x + task.row * hidden : nullptr, hidden, q, run.gate_up, nullptr, target, kWidth, task.rows,
+                 base + task.first / kPanel, base + (task.last + kPanel - 1) / kPanel});
+  }
+  table_.silu_mul(gated, kActivationGroup, 0, width, 0, task.rows);
+  if (out.values) {
+    for (std::int64_t r = 0; r < task.rows; ++r) {
+      std::memcpy(out.values + (task.row + r) * inner + task.first, gated + r * kWidth,
+                  sizeof(float) * static_cast<std::size_t>(width));
+    }
+    return;
+  }
+  QuantizeInputs down = inputs_from(out.codes, task.row);
+  down.x = gated - task.first, down.x_stride = kWidth, down.first = task.first, down.last = task.last;
+  table_.quantize_inputs(down, 0, task.rows);
 }
 
 void Device::experts(const float* x, const std::int64_t* counts, const Bank& gate_up, const Bank& down, float* out) {

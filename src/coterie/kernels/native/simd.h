@@ -139,6 +139,39 @@ COTERIE_INLINE float sum(Vec v) {
   return lanes[0];
 }
 
+// The largest lane; of numbers only.
+COTERIE_INLINE float largest(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float lanes[kLanes], most;
+  store(lanes, v);
+  most = lanes[0];
+  for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
+  return most;
+#endif
+}
+
+COTERIE_INLINE bool has_nan(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q) != 0;
+#else
+  bool found = false;
+  for (int i = 0; i < kLanes; ++i) found = found || v[i] != v[i];
+  return found;
+#endif
+}
+
+COTERIE_INLINE std::int32_t sum(VecI v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  std::int32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+#endif
+}
+
 // e^x within about 1 ulp; arguments are clamped to the range of normal floats, a NaN stays a NaN. Cephes' polynomial.
 COTERIE_INLINE Vec exp(Vec x) {
   x = x < splat(-87.3f) ? splat(-87.3f) : x;
