@@ -316,7 +316,10 @@ template <bool Two>
 static void tile_values(Tiles& tiles, const TileWork& work, std::int64_t tile, std::int64_t channel, int count) {
   const Half* weights = work.weights + tile * kValueSteps * kTileHalves;
   const Half* values = work.values + channel * kSplit;
-  zero_sums<Two>(tiles);
+  tiles.zero<0>();
+  tiles.zero<1>();
+  if constexpr (Two) tiles.zero<2>();
+  if constexpr (Two) tiles.zero<3>();
   for (int step = 0; step < count / kStepKeys; ++step) {
     tiles.load<4>(weights + step * kTileHalves, 64);
     tiles.load<6>(values + step * kTileHalves, 64);
