@@ -10,12 +10,12 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from coterie.engine.output import ChoiceDelta, PromptInfo
-from coterie.server.answers import ChatChunk, ChatLogprobs, ErrorDetail, Usage
+from coterie.server.answers import ChatChunk, ChatDelta, ChatLogprobs, ErrorDetail, Usage
 from coterie.server.chat import ChatCall, ChatWriter, chat_completion, prepare_chat
 from coterie.server.errors import ApiError, Fault, bad_request, not_supported
 from coterie.server.generation import Event, PromptJob
@@ -29,17 +29,25 @@ from coterie.server.protocol import (
     SamplingFields,
 )
 from coterie.server.responses_protocol import (
+    ArgumentsDeltaEvent,
+    ArgumentsDoneEvent,
     ErrorEvent,
+    FunctionCallItem,
     IncompleteDetails,
     InputItem,
     InputTokensDetails,
     ItemEvent,
+    OutputItem,
     OutputLogprob,
     OutputMessage,
     OutputText,
     OutputTokensDetails,
     PartEvent,
+    ReasoningDeltaEvent,
+    ReasoningDoneEvent,
+    ReasoningItem,
     ReasoningOptions,
+    ReasoningText,
     ResponseBody,
     ResponseEvent,
     ResponsesRequest,
@@ -102,8 +110,6 @@ async def prepare_responses(state: ServerState, model: ServedModel, request: Res
         raise not_supported("n", "a response has one choice; leave it out")
     messages, places = to_messages(request)
     chat = _to_chat(request, messages)
-    if chat.tools and chat.tool_choice != "none":
-        raise not_supported("tools", "responses call no tools yet; use /v1/chat/completions")
     try:
         return ResponsesCall(request, await prepare_chat(state, model, chat, "resp_"))
     except ApiError as error:
@@ -212,12 +218,46 @@ def _in_our_words(fault: Fault, places: Sequence[str]) -> Fault:
 
 
 def finished_response(call: ResponsesCall, events: list[Event]) -> ResponseBody:
-    """The whole answer from all events of a finished run."""
+    """The whole answer from all events of a finished run: thoughts, the message, calls, as far as there are any."""
     answer = chat_completion(call.chat, events)
     choice = answer.choices[0]
-    ended = _Ended(choice.finish_reason)
-    part = OutputText(text=choice.message.content or "", logprobs=_logprobs(choice.logprobs))
-    return _body(call, ended.status, [_item(call, ended.status, [part])], answer.usage)
+    message, status = choice.message, _Ended(choice.finish_reason).status
+    items = _Items(call)
+    if message.reasoning_content:
+        items.add(items.reasoning(message.reasoning_content, status))
+    if message.content or not (message.reasoning_content or message.tool_calls):
+        part = OutputText(text=message.content or "", logprobs=_logprobs(choice.logprobs))
+        items.add(items.message([part], status))
+    for made in message.tool_calls or ():
+        items.add(items.call(made.id, made.function.name, made.function.arguments))
+    return _body(call, status, items.done, answer.usage)
+
+
+class _Items:
+    """The items of a response's output, in order. `done` are those that are complete."""
+
+    def __init__(self, call: ResponsesCall) -> None:
+        self._suffix = call.envelope.id.removeprefix("resp_")
+        self.done: list[OutputItem] = []
+
+    def add(self, item: OutputItem) -> None:
+        self.done.append(item)
+
+    def name(self, prefix: str) -> str:
+        """The id of the next item."""
+        return f"{prefix}_{self._suffix}" + (f"_{len(self.done)}" if self.done else "")
+
+    def message(self, content: list[OutputText], status: Any) -> OutputMessage:
+        return OutputMessage(id=self.name("msg"), status=status, content=content)
+
+    def reasoning(self, text: str | None, status: Any) -> ReasoningItem:
+        content = [] if text is None else [ReasoningText(text=text)]
+        return ReasoningItem(id=self.name("rs"), status=status, content=content)
+
+    def call(self, call_id: str, name: str, arguments: str, status: Any = "completed") -> FunctionCallItem:
+        return FunctionCallItem(
+            id=self.name("fc"), status=status, call_id=call_id, name=name, arguments=arguments
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +274,7 @@ class _Ended:
 def _body(
     call: ResponsesCall,
     status: Any,
-    output: list[OutputMessage],
+    output: list[OutputItem],
     usage: Usage | None = None,
     error: ErrorDetail | None = None,
 ) -> ResponseBody:
@@ -266,10 +306,6 @@ def _body(
     )
 
 
-def _item(call: ResponsesCall, status: Any, content: list[OutputText]) -> OutputMessage:
-    return OutputMessage(id=f"msg_{call.envelope.id.removeprefix('resp_')}", status=status, content=content)
-
-
 def _usage(usage: Usage) -> ResponseUsage:
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
@@ -287,52 +323,52 @@ def _logprobs(logprobs: ChatLogprobs | None) -> list[OutputLogprob]:
 
 
 class ResponsesWriter(StreamWriter):
-    """Turns a chat's chunks into this API's events: created, in_progress, the item and its part, deltas, and the ends.
+    """Turns a chat's chunks into this API's events: created, in_progress, each item with its parts, deltas and ends.
 
-    Events carry their own names and numbers, and there is no [DONE].
+    Thoughts and the message are open while their text comes; a call is complete when it comes. Events carry their own
+    names and numbers, and there is no [DONE].
     """
 
     def __init__(self, call: ResponsesCall) -> None:
         super().__init__(call.envelope, len(call.chat.job.token_ids))
         self._call = call
         self._chat = ChatWriter(call.chat)
-        self._item_id = _item(call, "in_progress", []).id
+        self._items = _Items(call)
+        self._open: Literal["message", "reasoning"] | None = None
+        self._call_id = self._name = ""
         self._number = 0
         self._text: list[str] = []
         self._logprobs: list[OutputLogprob] = []
         self._finish_reason = ""
 
     def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
-        """The response so far, its one item and the item's one part, all empty."""
+        """The response so far; with it the message, if nothing else can come before it."""
         begun = _body(self._call, "in_progress", [])
-        return [
+        found = [
             self._numbered(ResponseEvent, type="response.created", response=begun),
             self._numbered(ResponseEvent, type="response.in_progress", response=begun),
-            self._item("added", "in_progress", []),
-            self._part("added", OutputText(text="")),
         ]
+        return [*found, *self._begin("message")] if self._call.chat.reading.is_plain else found
 
     def delta(self, index: int, delta: ChoiceDelta) -> list[Struct]:
-        """Text, if there is any, then the ends of part and item, if this is the last."""
+        """What a delta adds to the items, and the ends of those that are complete."""
         found: list[Struct] = []
         for chunk in self._chat.delta(index, delta):
             assert isinstance(chunk, ChatChunk)
             for choice in chunk.choices:
-                text = choice.delta.content or ""
-                logprobs = _logprobs(choice.logprobs)
-                if text or logprobs:
-                    self._text.append(text)
-                    self._logprobs += logprobs
-                    found.append(self._inside(TextDeltaEvent, delta=text, logprobs=logprobs))
+                found += self._choice(choice.delta, _logprobs(choice.logprobs))
                 if choice.finish_reason is not None:
                     self._finish_reason = choice.finish_reason
-                    found += self._ends()
+                    if self._open is None and not self._items.done:
+                        found += self._begin("message")
+                    found += self._finish()
+        self.tally.reasoning = self._chat.tally.reasoning
         return found
 
     def last(self, usage: Usage) -> Struct:
         """The whole response."""
         status = _Ended(self._finish_reason).status
-        body = _body(self._call, status, [_item(self._call, status, [self._whole()])], usage)
+        body = _body(self._call, status, self._items.done, usage)
         return self._numbered(ResponseEvent, type=f"response.{status}", response=body)
 
     def frame(self, event: Struct) -> bytes:
@@ -354,26 +390,79 @@ class ResponsesWriter(StreamWriter):
         )
         return self.frame(failed) + self.frame(error)
 
-    def _ends(self) -> list[Struct]:
-        whole, status = self._whole(), _Ended(self._finish_reason).status
-        return [
-            self._inside(TextDoneEvent, text=whole.text, logprobs=whole.logprobs),
-            self._part("done", whole),
-            self._item("done", status, [whole]),
+    def _choice(self, delta: ChatDelta, logprobs: list[OutputLogprob]) -> list[Struct]:
+        found: list[Struct] = []
+        if delta.reasoning_content:
+            found += self._begin("reasoning")
+            self._text.append(delta.reasoning_content)
+            found.append(self._inside(ReasoningDeltaEvent, delta=delta.reasoning_content))
+        elif delta.content or (logprobs and not delta.tool_calls):
+            found += self._begin("message")
+            self._text.append(delta.content or "")
+            self._logprobs += logprobs
+            found.append(self._inside(TextDeltaEvent, delta=delta.content or "", logprobs=logprobs))
+        for made in delta.tool_calls or ():
+            if made.id:
+                found += self._finish()
+                self._call_id, self._name = made.id, made.function.name or ""
+            elif made.function.arguments:
+                found += self._function_call(made.function.arguments)
+        return found
+
+    def _function_call(self, arguments: str) -> list[Struct]:
+        empty = self._items.call(self._call_id, self._name, "", "in_progress")
+        whole = self._items.call(self._call_id, self._name, arguments)
+        place: dict[str, Any] = {"item_id": whole.id, "output_index": len(self._items.done)}
+        found = [
+            self._item("added", empty),
+            self._numbered(ArgumentsDeltaEvent, delta=arguments, **place),
+            self._numbered(ArgumentsDoneEvent, name=self._name, arguments=arguments, **place),
+            self._item("done", whole),
         ]
+        self._items.add(whole)
+        return found
 
-    def _whole(self) -> OutputText:
-        return OutputText(text="".join(self._text), logprobs=self._logprobs)
+    def _begin(self, kind: Literal["message", "reasoning"]) -> list[Struct]:
+        """Open an item for text, unless it is open; another one ends before it."""
+        if self._open == kind:
+            return []
+        found = self._finish()
+        self._open = kind
+        if kind == "message":
+            return [*found, self._item("added", self._items.message([], "in_progress")),
+                    self._part("added", OutputText(text=""))]  # fmt: skip
+        return [*found, self._item("added", self._items.reasoning(None, "in_progress")),
+                self._part("added", ReasoningText(text=""))]  # fmt: skip
 
-    def _item(self, news: str, status: Any, content: list[OutputText]) -> Struct:
-        item = _item(self._call, status, content)
-        return self._numbered(ItemEvent, type=f"response.output_item.{news}", output_index=0, item=item)
+    def _finish(self) -> list[Struct]:
+        """The ends of the item that is open."""
+        if self._open is None:
+            return []
+        text, status = "".join(self._text), _Ended(self._finish_reason).status
+        part: OutputText | ReasoningText = ReasoningText(text=text)
+        item: OutputItem = self._items.reasoning(text, status)
+        if self._open == "message":
+            part = OutputText(text=text, logprobs=self._logprobs)
+            item = self._items.message([part], status)
+            ended = self._inside(TextDoneEvent, text=text, logprobs=self._logprobs)
+        else:
+            ended = self._inside(ReasoningDoneEvent, text=text)
+        found = [ended, self._part("done", part), self._item("done", item)]
+        self._items.add(item)
+        self._open, self._text, self._logprobs = None, [], []
+        return found
 
-    def _part(self, news: str, part: OutputText) -> Struct:
+    def _item(self, news: str, item: OutputItem) -> Struct:
+        place = len(self._items.done)
+        return self._numbered(ItemEvent, type=f"response.output_item.{news}", output_index=place, item=item)
+
+    def _part(self, news: str, part: OutputText | ReasoningText) -> Struct:
         return self._inside(PartEvent, type=f"response.content_part.{news}", part=part)
 
     def _inside(self, kind: Callable[..., Struct], **values: Any) -> Struct:
-        return self._numbered(kind, item_id=self._item_id, output_index=0, content_index=0, **values)
+        """An event of the open item's part."""
+        name = self._items.name("msg" if self._open == "message" else "rs")
+        return self._numbered(kind, item_id=name, output_index=len(self._items.done), content_index=0, **values)
 
     def _numbered(self, kind: Callable[..., Struct], **values: Any) -> Struct:
         self._number += 1

@@ -82,23 +82,52 @@ class OutputLogprob(Struct, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
-class OutputText(Struct, frozen=True, kw_only=True):
+class OutputText(Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
     """A piece of text of a message."""
 
-    type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = []
     logprobs: list[OutputLogprob] = []
 
 
-class OutputMessage(Struct, frozen=True, kw_only=True):
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     """The message that the model wrote; without content while it has written nothing."""
 
-    type: Literal["message"] = "message"
     id: str
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
+
+
+class ReasoningText(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """A piece of reasoning."""
+
+    text: str
+
+
+class ReasoningItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thought. Nothing is summarised."""
+
+    id: str
+    status: ItemStatus
+    summary: list[str] = []
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+    """A call that the model wants made; its result is sent back under `call_id`."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -144,7 +173,7 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     parallel_tool_calls: bool = True
     previous_response_id: None = None
     reasoning: ReasoningOptions
@@ -174,7 +203,7 @@ class ItemEvent(Struct, frozen=True, kw_only=True):
     type: str
     sequence_number: int
     output_index: int
-    item: OutputMessage
+    item: OutputItem
 
 
 class PartEvent(Struct, frozen=True, kw_only=True):
@@ -185,7 +214,50 @@ class PartEvent(Struct, frozen=True, kw_only=True):
     item_id: str
     output_index: int
     content_index: int
-    part: OutputText
+    part: OutputText | ReasoningText
+
+
+class ReasoningDeltaEvent(Struct, frozen=True, kw_only=True):
+    """`response.reasoning_text.delta`."""
+
+    type: Literal["response.reasoning_text.delta"] = "response.reasoning_text.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningDoneEvent(Struct, frozen=True, kw_only=True):
+    """`response.reasoning_text.done`."""
+
+    type: Literal["response.reasoning_text.done"] = "response.reasoning_text.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+
+
+class ArgumentsDeltaEvent(Struct, frozen=True, kw_only=True):
+    """`response.function_call_arguments.delta`."""
+
+    type: Literal["response.function_call_arguments.delta"] = "response.function_call_arguments.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDoneEvent(Struct, frozen=True, kw_only=True):
+    """`response.function_call_arguments.done`."""
+
+    type: Literal["response.function_call_arguments.done"] = "response.function_call_arguments.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
 
 
 class TextDeltaEvent(Struct, frozen=True, kw_only=True):
@@ -223,4 +295,15 @@ class ErrorEvent(Struct, frozen=True, kw_only=True):
     error: ErrorDetail
 
 
-StreamEvent = ResponseEvent | ItemEvent | PartEvent | TextDeltaEvent | TextDoneEvent | ErrorEvent
+StreamEvent = (
+    ResponseEvent
+    | ItemEvent
+    | PartEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ReasoningDeltaEvent
+    | ReasoningDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent
+    | ErrorEvent
+)
