@@ -1,6 +1,6 @@
 """Attention of one layer by context: absorbed MLA, expanded MLA and GQA, beside the machine's multiply-add rate.
 
-    python benchmarks/attention.py [--threads 2] [--kind bf16] [--heads 16] [--contexts 128 512 2048]
+    python benchmarks/attention.py [--threads 2] [--kind bf16] [--heads 16] [--contexts 128 512 2048] [--isa avx512]
 
 DeepSeek-V2-Lite's shapes (512 + 64 latent, heads of 128 + 64 and 128). Per context: one decode row and the whole
 prompt, the operations (causal), the fastest time of several, and the share of the best f32 multiply-add rate that the
@@ -95,9 +95,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kind", choices=["f32", "bf16", "int8"], default="bf16")
+    parser.add_argument("--isa", choices=_native.isa_levels(), help="default: the best")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048])
     options = parser.parse_args()
-    kernels = NativeKernels(options.threads)
+    kernels = NativeKernels(options.threads, options.isa)
     probe = _native.Device(options.threads, kernels.isa)
     heads = options.heads
     print(f"{kernels.isa}, {options.threads} threads, {options.kind} cache")
