@@ -23,7 +23,7 @@ FLAGS = ["--seed", "1", "--phases", "coverage,fuzzing", "--max-examples", "15", 
 
 
 @pytest.mark.slow
-def test_the_server_is_what_its_schema_says():
+def test_the_server_is_what_its_schema_says(tmp_path):
     config = EngineConfig(max_model_len=48, threads=1)
     access = Access(api_keys=(ApiKey("key"),))
     server = Live(lambda observer: AsyncEngine.launch(shipped_model_path(), config), access=access)
@@ -34,7 +34,7 @@ def test_the_server_is_what_its_schema_says():
         header = {"Authorization": "Bearer key"}
         ran = subprocess.run(
             [*command, server.url + "/openapi.json", "-H", "Authorization: Bearer key", *FLAGS],
-            capture_output=True, text=True, timeout=280,
+            capture_output=True, text=True, timeout=280, cwd=tmp_path,
         )  # fmt: skip
         assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
         metrics = httpx.get(server.url + "/metrics", headers=header).text

@@ -65,7 +65,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
 _FORMAT = re.compile(r"^response_format(?:\.json_schema)?")
-_CHAT_NAME = re.compile(rf"^messages(?:\[(\d+)\])?|{_FORMAT.pattern}")
+_CHAT_NAME = re.compile(rf"^messages(?:\[(\d+)\])?|^(tools\[\d+\]|tool_choice)\.function|{_FORMAT.pattern}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +211,8 @@ def _in_our_words(fault: Fault, places: Sequence[str]) -> Fault:
     def name(found: re.Match[str]) -> str:
         if found[0].startswith("response_format"):
             return "text.format"
+        if found[2] is not None:
+            return found[2]
         return "input" if found[1] is None else places[int(found[1])]
 
     param = None if fault.param is None else _CHAT_NAME.sub(name, fault.param)
@@ -224,7 +226,8 @@ def finished_response(call: ResponsesCall, events: list[Event]) -> ResponseBody:
     message, status = choice.message, _Ended(choice.finish_reason).status
     items = _Items(call)
     if message.reasoning_content:
-        items.add(items.reasoning(message.reasoning_content, status))
+        ends = not message.content and not message.tool_calls
+        items.add(items.reasoning(message.reasoning_content, status if ends else "completed"))
     if message.content or not (message.reasoning_content or message.tool_calls):
         part = OutputText(text=message.content or "", logprobs=_logprobs(choice.logprobs))
         items.add(items.message([part], status))
