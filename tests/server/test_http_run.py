@@ -138,6 +138,48 @@ def test_running_requests_may_finish(caplog):
         httpx.get(server.url + "/health")
 
 
+def test_nothing_is_lost_when_the_server_stops_under_load():
+    """Whatever had begun is answered; whoever comes later is told so, until the last answer is out."""
+
+    def script(prompt, params):
+        pause = 3.0 if params.max_tokens == 7 else 0.05
+        return [PromptInfo(), ChoiceDelta(0, "a", (1,)), pause, ChoiceDelta(0, "b", (2,), finish_reason="stop")]
+
+    engine = MockEngine(script)
+    answers, stopped = [], threading.Event()
+
+    def client(url, **fields):
+        while True:
+            late = stopped.is_set()
+            try:
+                answers.append((late, httpx.post(url + CHAT, json=HELLO | fields, timeout=30)))
+            except httpx.TransportError:
+                assert late, "a request that came before the stop was lost"
+                return
+
+    with live(engine, shutdown_seconds=20.0) as server:
+        threads = [threading.Thread(target=client, args=(server.url,)) for _ in range(12)]
+        slow = threading.Thread(target=client, args=(server.url,), kwargs={"max_tokens": 7})
+        for thread in threads:
+            thread.start()
+        assert eventually(lambda: len(answers) > 30)
+        slow.start()
+        assert eventually(lambda: any(params.max_tokens == 7 for _, params in engine.asked))
+        server.stop()
+        assert eventually(lambda: server.server.state.phase == "draining")
+        stopped.set()
+        assert httpx.get(server.url + "/ready").status_code == 503
+        server.join()
+        for thread in (*threads, slow):
+            thread.join(20)
+    good = [answer for _, answer in answers if answer.status_code == 200]
+    refused = [answer for _, answer in answers if answer.status_code != 200]
+    assert all(answer.json()["choices"][0]["message"]["content"] == "ab" for answer in good)
+    assert refused and all(answer.status_code == 503 and int(answer.headers["retry-after"]) > 0 for answer in refused)
+    assert all(answer.status_code == 503 for late, answer in answers if late)
+    assert engine.aborted == [] and len(engine.finished) == len(good) == len(engine.started)
+
+
 @pytest.mark.parametrize("stops", [1, 2])
 def test_requests_that_do_not_finish_are_ended_with_an_error(stops):
     engine = MockEngine(lambda *_: [PromptInfo(), ChoiceDelta(0, "a", (1,)), HANG])

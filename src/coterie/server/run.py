@@ -180,17 +180,26 @@ class Server:
             on_ready(url_of(self._listener, "http" if self._config.tls is None else "https"))
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
-        """Stop accepting, let running requests finish for a while, then end them with an error."""
+        """Answer new requests with 503, let running ones finish for a while, then end them with an error; then close.
+
+        The port stays open meanwhile: a client that is told to come back knows more than one that finds nobody.
+        """
         self.state.phase = "draining"
-        self._http.should_exit = True
         if count := self.state.num_running:
             seconds = self._config.shutdown_seconds
             logger.info("stopping: %d requests may run on for %g s; a second signal ends them at once", count, seconds)
-        _, unfinished = await asyncio.wait({serving}, timeout=self._config.shutdown_seconds)
-        if unfinished:
+        idle = asyncio.create_task(self._until_idle())
+        await asyncio.wait({serving, idle}, timeout=self._config.shutdown_seconds, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        if self.state.is_busy:
             logger.warning("%d requests still run after the shutdown timeout; ended", self.state.num_running)
             self.state.stop_all("the server is shutting down")
+        self._http.should_exit = True
         await serving
+
+    async def _until_idle(self) -> None:
+        while self.state.is_busy:
+            await asyncio.sleep(0.02)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -164,6 +164,11 @@ class ServerState:
         """HTTP requests that are being answered."""
         return len(self._running)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request is being prepared or answered."""
+        return bool(self._running) or any(self._preparing.values())
+
     def stop_all(self, reason: str) -> None:
         """End every running request with an error."""
         for generation in list(self._running):
