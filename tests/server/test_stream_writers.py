@@ -27,6 +27,7 @@ def writers(thinking: Tags | None = None, **envelope: bool) -> list[tuple[Stream
     job = SimpleNamespace(token_ids=[1, 2, 3], params=SamplingParams(n=2), text="")
     reading = Reading(ParseRules(thinking=thinking), "answer" if thinking is None else "open")
     call: Any = SimpleNamespace(envelope=made, job=job, jobs=[job, job], num_top=None, echo=False, reading=reading)
+    call.request = SimpleNamespace(return_token_ids=None)
     call.reader = lambda: ChoiceReader(reading, None)
     return [(ChatWriter(call), ChatChunk), (CompletionWriter(call), Completion)]
 
