@@ -129,7 +129,8 @@ def test_counts_of_each_class_add_up_and_a_full_queue_is_the_classs_own(server):
     for name, count in (("gold", 4), ("bronze", 5), ("silver", 0)):
         assert metric(live.url, "class_requests_total", service_class=name, finished_reason="length") == count
         assert metric(live.url, "class_time_to_first_token_seconds_count", service_class=name) == count
-        assert metric(live.url, "class_deadline_total", service_class=name, met="yes") == count
+        met, missed = (metric(live.url, "class_deadline_total", service_class=name, met=met) for met in ("yes", "no"))
+        assert met + missed == count, "which it is depends on the machine's load"
         assert metric(live.url, "class_tokens_total", service_class=name, kind="decode") == count * 7
         assert metric(live.url, "class_num_requests_running", service_class=name) == 0
         assert metric(live.url, "class_num_requests_waiting", service_class=name) == 0
