@@ -172,7 +172,7 @@ def test_long_runs_of_three_classes_under_pressure(seed: int) -> None:
     engine = MockEngine(limits, 26, table, cost=lambda schedule: 0.2)
     traffic = Traffic(engine, random.Random(seed), class_names=CLASS_NAMES)
     for _ in range(600):
-        traffic.step(arrival_rate=0.35, disturb_rate=0.03)
+        traffic.step(arrival_rate=0.6, disturb_rate=0.03)
     traffic.finish()
     evictions = [counters.evictions for counters in engine.scheduler.shares.counters]
     assert evictions[0] == 0 and evictions[2] > 5, "the run was too easy to prove anything"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import ISAS, PagedSequences, attention_tolerance, fill_caches, gqa_spec, mla_spec, normal
+from kernel_cases import ISAS, PagedSequences, fill_caches, gqa_spec, mla_spec, normal
 
 from coterie.kernels.int8_rows import unpack_rows
 from coterie.kernels.native import NativeKernels
@@ -103,8 +103,8 @@ def test_attention_equals_that_over_the_dequantised_rows(isa: str, name: str) ->
     theirs, prepared = fill_caches(oracle, layout, [torch.from_numpy(r) for r in rows], "int8", spec)
     values = theirs[1] if theirs[1:] else None
     expected = oracle.attend(torch.from_numpy(query).double(), theirs[0], values, prepared, spec)
-    tolerance = attention_tolerance(isa, "int8")
-    np.testing.assert_allclose(got, expected.numpy(), rtol=tolerance, atol=tolerance)
+    error = np.linalg.norm(got - expected.numpy()) / np.linalg.norm(expected.numpy())
+    assert error < (1e-2 if isa.startswith("amx") else 2e-6), "tiles round the dequantised rows to bf16 as well"
 
 
 @pytest.mark.parametrize("chunk", [1, 37, 64])
