@@ -349,8 +349,22 @@ HOSTILE = {
     "an intersection": "start: A\nA: " + " & ".join(f"/(.*a.{{{i}}})*/" for i in range(30)) + "\n",
     "size": grammar_text.choice([str(i) for i in range(100_000)]),
     "depth": grammar_text.json_schema(nest(150)),
+    "a repetition": grammar_text.regex("a{100000000}"),
+    "a repetition of repetitions": grammar_text.regex("(a{1000}){1000}"),
+    "a repeated rule": 'start: "a"{1000000}\n',
+    "doubling rules": "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30: "x"\n',
+    "width": grammar_text.json_schema({"properties": {f"p{i}": {"type": "string"} for i in range(600)}}),
     "another place": grammar_text.json_schema({"$ref": "file:///etc/passwd"}),
 }
+
+
+def test_thousands_of_choices_one_the_beginning_of_another(bytes_folder: Path, tokenizer: Tokenizer) -> None:
+    options = [str(i) for i in range(5000)]
+    with make_llm(bytes_folder, make_core(tokenizer=tokenizer)) as llm:
+        params = SamplingParams(temperature=1.5, max_tokens=8, n=6, seed=1, grammar=grammar_text.choice(options))
+        (output,) = llm.generate(["one"], params)
+        assert all(choice.finish_reason == "stop" and choice.text in options for choice in output.outputs)
+        assert len({choice.text for choice in output.outputs}) > 1
 
 
 def test_hostile_grammars_are_refused_and_everyone_else_is_served(bytes_folder: Path, tokenizer: Tokenizer) -> None:

@@ -180,6 +180,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": "[" * 100_000}, "guided_json"),
     ({"guided_regex": "(a"}, "guided_regex"),
     ({"guided_regex": "(" * 10_000 + "a" + ")" * 10_000}, "guided_regex"),
+    ({"guided_regex": "a{100000000}"}, "guided_regex"),
+    (schema_format({"type": "string", "pattern": "^a{100000000}$"}), "response_format.json_schema.schema"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar"),
     ({"structured_outputs": {"grammar": 'start: A\nA: ' + "&".join(f"/(.*a.{{{i}}})*/" for i in range(30))}},

@@ -3,8 +3,8 @@
 llguidance recurses on what a text nests or refers to and does not count all of its work, so a hostile text can overflow
 a stack or never end. Neither can be stopped inside a process that serves others. So the parent (`GrammarCheck`) keeps
 one child (`python -m coterie.engine.grammar_check`), started for the first grammar, that compiles every new text on a
-small stack, for a vocabulary of the bytes and the model's special tokens; a child that dies or is late is replaced and
-its text refused. Masks need no such care: their work is counted.
+small stack and walks a few tokens into it, for a vocabulary of the bytes and the model's special tokens; a child that
+dies or is late is replaced and its text refused. Masks need no such care: their work is counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import llguidance
@@ -36,6 +36,8 @@ _START_SECONDS = 30.0
 _STACK_BYTES = 2 << 20
 _MEMORY_BYTES = 4 << 30
 _KNOWN = 1024
+_WALKS, _STEPS = 9, 12
+"""Beginnings that a trial takes, and tokens of each."""
 
 
 def parser_limits() -> llguidance.LLParserLimits:
@@ -168,8 +170,31 @@ class _Bytes:
         spelled = {token: bytes([byte]) for byte, token in self._ids.items()} | named
         self.tokens = [spelled.get(token, b"") for token in range(self.size)]
 
+    @property
+    def byte_ids(self) -> list[int]:
+        """The ids of all bytes."""
+        return list(self._ids.values())
+
     def __call__(self, text: str | bytes) -> list[int]:
         return [self._ids[byte] for byte in (text.encode() if isinstance(text, str) else text)]
+
+
+def _walk(native: llguidance.LLMatcher, tokens: Sequence[int]) -> None:
+    """Take some of `tokens` that the grammar allows, from several beginnings: what is too large for a step shows with
+    the first few. Ends where an error does."""
+    for number in range(_WALKS):
+        native.reset()
+        for step in range(_STEPS):
+            if native.is_error() or native.is_stopped():
+                break
+            mask = native.compute_bitmask()
+            allowed = [token for token in tokens if mask[token // 8] >> token % 8 & 1]
+            if native.is_error() or not allowed:
+                break
+            place = number * (len(allowed) - 1) // (_WALKS - 1) if step == 0 else step * 7919 % len(allowed)
+            native.consume_token(allowed[place])
+        if native.is_error():
+            return
 
 
 def main() -> None:
@@ -186,8 +211,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         signal.alarm(math.ceil(2 * SECONDS))  # should the parent be gone, nobody else ends a trial
         native = llguidance.LLMatcher(vocabulary, json.loads(line), log_level=0, limits=parser_limits())
-        if not native.is_error():
-            native.compute_bitmask()
+        _walk(native, spelling.byte_ids)
         error = first_line(native.get_error()) if native.is_error() else ""
         signal.alarm(0)
         print(json.dumps(error), flush=True)
