@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from scheduling import MockEngine
@@ -37,6 +37,10 @@ def test_before_anything_was_measured_only_places_count() -> None:
 
 def test_the_lowest_class_is_refused_when_its_deadline_cannot_be_met_and_the_others_wait() -> None:
     made = door()
+    made.backlogs[SILVER].enter(Needs(1, 0, 10))
+    made.check(BRONZE, Needs(1, 300, 10), 0.0)
+    made = door()
+    made.backlogs[BRONZE].enter(Needs(1, 0, 10))
     made.check(BRONZE, Needs(1, 900, 10), 0.0)
     with pytest.raises(EngineBusy, match=r"about 12 s, the deadline of class bronze is 10 s") as caught:
         made.check(BRONZE, Needs(1, 1150, 10), 0.0)
@@ -69,8 +73,10 @@ def test_sequences_without_a_row_count_as_well() -> None:
 
 
 def test_those_refused_together_are_told_times_one_after_the_other() -> None:
-    small = door(places=2, table=ONE_CLASS)
-    for made, rank, needs in ((door(), BRONZE, Needs(1, 1500, 10)), (small, 0, Needs(3, 1, 30))):
+    small, busy = door(places=2, table=ONE_CLASS), door()
+    busy.backlogs[BRONZE].enter(Needs(1, 0, 10))
+    small.backlogs[0].enter(Needs(1, 0, 10))
+    for made, rank, needs in ((busy, BRONZE, Needs(1, 1500, 10)), (small, 0, Needs(3, 1, 30))):
         waits = []
         for _ in range(5):
             with pytest.raises(EngineBusy) as caught:
@@ -91,6 +97,22 @@ def test_an_appointment_is_worth_a_later_deadline_once() -> None:
     made.check(BRONZE, Needs(1, 1, 10), due)
     with pytest.raises(EngineBusy):
         made.check(BRONZE, Needs(1, 1, 10), due)
+
+
+def test_an_empty_engine_refuses_nobody_for_a_deadline_and_forgets_who_was_told_to_wait() -> None:
+    made = door()
+    made.check(BRONZE, Needs(1, 10**6, 10), 0.0)
+    made.backlogs[BRONZE].enter(Needs(1, 10**6, 10))
+    for _ in range(50):
+        with pytest.raises(EngineBusy) as caught:
+            made.check(BRONZE, Needs(1, 900, 10), 0.0)
+    assert caught.value.retry_after > 100
+    made.backlogs[BRONZE] = replace(made.backlogs[BRONZE], sequences=0, prompt=0, asked=0)
+    made.check(BRONZE, Needs(1, 900, 10), 1.0)
+    made.backlogs[BRONZE].enter(Needs(1, 1500, 10))
+    with pytest.raises(EngineBusy) as caught:
+        made.check(BRONZE, Needs(1, 2000, 10), 1.0)
+    assert caught.value.retry_after < 60, "the fifty of before do not count"
 
 
 def test_a_million_refusals_are_bounded_in_memory_and_time() -> None:

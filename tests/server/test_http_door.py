@@ -286,7 +286,8 @@ def test_unknown_fields_are_told_once(caplog):
 
 @pytest.mark.parametrize("extra", [
     {"response_format": {"type": "structural_tag"}},
-    {"functions": [{"name": "f"}]}, {"audio": {"voice": "a"}}, {"allowed_token_ids": [5]}, {"bad_words": ["a"]},
+    {"functions": [{"name": "f"}]}, {"audio": {"voice": "a"}}, {"modalities": ["text", "audio"]},
+    {"allowed_token_ids": [5]}, {"bad_words": ["a"]},
     {"return_token_ids": True}, {"echo": True},
 ])  # fmt: skip
 def test_what_would_change_the_answer_is_refused_not_ignored(extra):
@@ -296,6 +297,7 @@ def test_what_would_change_the_answer_is_refused_not_ignored(extra):
 
 
 @pytest.mark.parametrize("extra", [
+    {"modalities": ["text"]},
     {"tools": None}, {"tools": []}, {"tool_choice": "none"}, {"tool_choice": "auto"}, {"tool_choice": None},
     {"response_format": {"type": "text"}}, {"response_format": None}, {"functions": []}, {"guided_json": None},
     {"echo": False, "bad_words": [], "allowed_token_ids": None, "return_token_ids": False},

@@ -1,10 +1,10 @@
 """QueueDoor: whether one more request may wait, and if not, when to come back. No requests, no clock of its own.
 
 Each class may have so many sequences here. The lowest of several classes is also refused when its first token could not
-come before its deadline; the others wait. A refusal is an appointment: the next one refused is told a later time, and
-when an appointment is due, whoever comes is let in more easily than others, so that those who obey find room.
-Estimates are of measured rates (prompt tokens per second, row seconds per token asked for) and of the share that a
-class has while others are busy.
+come before its deadline; the others wait. With nobody here a refusal would gain nothing. A refusal is an appointment:
+the next one refused is told a later time, and when an appointment is due, whoever comes is let in more easily than
+others, so that those who obey find room. Estimates are of measured rates (prompt tokens per second, row seconds per
+token asked for) and of the share that a class has while others are busy.
 """
 
 from __future__ import annotations
@@ -91,6 +91,12 @@ class Backlog:
         while self.due and self.due[0] + GRACE_SECONDS < now:
             self.due.popleft()
 
+    def call_in(self) -> None:
+        """There is room: whoever was told to return may come now."""
+        self.due.extend(appointment.due for appointment in self.appointments)
+        self.appointments.clear()
+        self.coming = NOTHING
+
     def _count(self, needs: Needs, sign: int) -> None:
         self.coming = Needs(*(old + sign * new for old, new in zip(self.coming, needs, strict=True)))
 
@@ -121,6 +127,9 @@ class QueueDoor:
         backlog, table = self.backlogs[rank], self.table
         backlog.turn(now)
         places, slo = self.places[rank], table.slo_seconds[rank]
+        idle = not any(each.sequences or each.prompt for each in self.backlogs)
+        if idle:  # estimates were too careful, or those who were told to return do not
+            backlog.call_in()
         if backlog.due:
             places, slo = places + int(MORE_PLACES * places), GRACE * slo
         if backlog.sequences + needs.sequences > places:
@@ -132,7 +141,7 @@ class QueueDoor:
             )
             raise self._refusal(rank, needs, now, wait, message)
         first = self._first_token(rank, needs, now)
-        if rank == len(table) - 1 and first > slo:
+        if rank == len(table) - 1 and first > slo and not idle:
             together = Needs(*(a + b for a, b in zip(needs, backlog.coming, strict=True)))
             later = self._first_token(rank, together, now)
             message = (

@@ -7,6 +7,7 @@ which sees every request right after. Not here: answers (`server.answers`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -42,17 +43,20 @@ Share = Annotated[float, _shown(0, 1)]
 
 IGNORED = frozenset({
     "user", "metadata", "store", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "verbosity", "modalities", "max_tool_calls",
+    "verbosity", "max_tool_calls",
 })  # fmt: skip
 """Fields that say nothing a text server of its own needs: accepted without a word."""
 
 UNSUPPORTED = frozenset({
-    "audio", "prediction", "web_search_options", "suffix", "use_beam_search", "guided_decoding_backend",
+    "audio", "modalities", "prediction", "web_search_options", "suffix", "use_beam_search", "guided_decoding_backend",
     "guided_whitespace_pattern", "grammar", "json_schema", "regex", "ebnf", "prompt_logprobs",
     "prompt_embeds", "continue_final_message", "chat_template", "documents", "functions", "function_call",
     "allowed_token_ids", "bad_words", "logits_processors", "return_token_ids", "return_tokens_as_token_ids", "echo",
 })  # fmt: skip
 """Fields whose silent loss would change the answer: refused unless null, false or empty."""
+
+GIVEN: Mapping[str, Any] = {"modalities": ["text"]}
+"""Values of such fields that ask for what is given anyway."""
 
 _EMPTY = frozenset({b"null", b"false", b"[]", b"{}", b'""', b'"none"', b'"auto"'})
 _MAX_WARNINGS = 200
@@ -252,7 +256,8 @@ class BodyDecoder(Generic[T]):
         for name in names.keys() - self._known:
             shown = name if name.isidentifier() and len(name) <= 64 else repr(name[:64])
             if name in UNSUPPORTED:
-                if bytes(names[name]) not in _EMPTY:
+                value = bytes(names[name])
+                if value not in _EMPTY and (name not in GIVEN or msgspec.json.decode(value) != GIVEN[name]):
                     raise not_supported(name, "this server does not support this field yet; leave it out")
             elif self._strict:
                 raise bad_request(f"{shown}: unknown field (the server runs with --strict-api)", param=name[:64])
