@@ -123,3 +123,12 @@ def test_pages_of_others_may_hold_anything(isa: str) -> None:
         others = np.setdiff1d(np.arange(len(cache)), written)
         cache[others] = 0x7FC0
     assert attend(isa, spec, query, caches, layout).tobytes() == clean.tobytes()
+
+
+@pytest.mark.parametrize("isa", TILED)
+def test_heads_too_wide_for_tiles_are_computed_in_vectors(isa: str) -> None:
+    spec = mla_spec(2, 16, 64, 2048, 16)
+    layout, rows = PagedSequences((40,), 16), [normal(2, 40, spec.latent_width)]
+    query = normal(1, 40, spec.num_heads, spec.latent_width)
+    caches, _ = fill_caches(NativeKernels(1, isa), layout, rows, "int8", spec)
+    assert attend(isa, spec, query, caches, layout).tobytes() == attend("avx512", spec, query, caches, layout).tobytes()

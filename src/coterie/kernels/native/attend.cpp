@@ -46,7 +46,8 @@ constexpr Grain kVectorGrain{128, 8};
 constexpr Grain kTileGrain{128, 16};
 
 bool in_tiles(const KernelTable& table, const AttentionArgs& args) {
-  return table.tile_attention && args.keys.kind != CacheKind::f32 && args.values.kind != CacheKind::f32;
+  return table.tile_attention && args.keys.kind != CacheKind::f32 && args.values.kind != CacheKind::f32 &&
+         std::max(args.key_dim, args.value_dim) <= kMaxTileChannels;
 }
 
 std::int64_t vector_floats(const AttentionArgs& args, std::int64_t pairs) {

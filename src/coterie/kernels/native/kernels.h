@@ -161,6 +161,9 @@ struct Partial {
 
 inline constexpr std::int64_t kSplit = 256;  // positions of a split: part of the arithmetic, not of the scheduling
 
+// Channels of a head that attention in tiles may have; wider ones are computed in vectors.
+inline constexpr std::int64_t kMaxTileChannels = 2048;
+
 // Channels in whole vectors of any level, and floats from one row of a tile to the next.
 static constexpr std::int64_t pad_channels(std::int64_t dim) {
   return (dim + 15) / 16 * 16;

@@ -155,7 +155,7 @@ static void find_rows(const CacheRows& rows, const std::int64_t* slots, std::int
     }
     return;
   }
-  alignas(64) float wide[2048];
+  alignas(64) float wide[kMaxTileChannels];
   for (int j = 0; j < out->count; ++j) {
     Half* to = scratch + j * pad;
     out->row[j] = to;
