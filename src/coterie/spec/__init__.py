@@ -1,4 +1,4 @@
-"""Pure data and arithmetic: what a model, a machine and a deployment are. No torch, no arrays, no I/O but JSON."""
+"""Pure data and arithmetic: what a model, a machine and a deployment are. No torch, no I/O but JSON."""
 
 from coterie.spec.cache import CacheStream
 from coterie.spec.errors import SpecError
@@ -11,11 +11,13 @@ from coterie.spec.model import (
     MoESpec,
     RopeSpec,
 )
+from coterie.spec.placement import ExpertPlacement
 
 __all__ = [
     "AttentionSpec",
     "CacheStream",
     "DenseSpec",
+    "ExpertPlacement",
     "Fp8BlockQuant",
     "LayerSpec",
     "MoESpec",
