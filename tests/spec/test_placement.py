@@ -110,5 +110,5 @@ def test_slot_counts_near_the_asked_one_are_valid(slots: int) -> None:
 
 
 def test_unequal_nodes_must_add_up() -> None:
-    with pytest.raises(SpecError, match=r"2 numbers of at least 1 that sum to 4"):
+    with pytest.raises(SpecError, match=r"2 numbers from 1 that sum to 4"):
         ExpertPlacement(np.arange(4)[None], 4, 4, 2, (1, 2))

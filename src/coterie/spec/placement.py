@@ -145,7 +145,7 @@ def check_topology(num_ranks: int, num_nodes: int, ranks_per_node: tuple[int, ..
     if ranks_per_node:
         if len(ranks_per_node) != num_nodes or sum(ranks_per_node) != num_ranks or min(ranks_per_node) < 1:
             raise SpecError(
-                f"ranks_per_node {list(ranks_per_node)} must be {num_nodes} numbers of at least 1 that sum to {num_ranks}"
+                f"ranks_per_node {list(ranks_per_node)} must be {num_nodes} numbers from 1 that sum to {num_ranks}"
             )
     elif num_ranks % num_nodes:
         valid = [nodes for nodes in range(1, num_ranks + 1) if num_ranks % nodes == 0]
@@ -165,7 +165,7 @@ def check_slots(num_slots: int, num_experts: int, num_ranks: int) -> None:
     below = min(max(num_slots // num_ranks * num_ranks, least), most)
     near = range(max(below - num_ranks, least), min(below + 3 * num_ranks, most) + 1, num_ranks)
     raise SpecError(
-        f"{num_slots} slots for {num_experts} experts on {num_ranks} ranks: the number must be a multiple of {num_ranks} "
+        f"{num_slots} slots for {num_experts} experts on {num_ranks} ranks: must be a multiple of {num_ranks} "
         f"from {least} to {most} (at most one copy of an expert on a rank); valid ones near it: {_listed(list(near))} "
         f"({_listed([slots - num_experts for slots in near])} redundant)"
     )
