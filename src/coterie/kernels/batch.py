@@ -50,3 +50,30 @@ class ForwardBatch:
         positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths] or [np.zeros(0, np.int32)])
         rows = np.arange(starts[-1], dtype=np.int32)
         return cls(np.asarray(token_ids, np.int32), positions, starts, np.asarray(lengths, np.int32), rows)
+
+    def split(self, row: int) -> tuple[ForwardBatch, ForwardBatch]:
+        """The rows before `row` and those from it on. A sequence may be cut, which needs a cache: its second part reads
+        what its first part has written. Either half may be empty."""
+        assert 0 <= row <= self.num_tokens, f"row {row} of {self.num_tokens}"
+        first = int(np.searchsorted(self.query_start[1:], row, side="right"))
+        inside = first < self.num_sequences and self.query_start[first] < row
+        assert not inside or self.block_tables is not None, "a sequence without a cache cannot be cut"
+        return self._part(0, row, slice(0, first + inside)), self._part(row, self.num_tokens, slice(first, None))
+
+    def _part(self, begin: int, end: int, sequences: slice) -> ForwardBatch:
+        """Rows [begin, end), which belong to `sequences`."""
+        starts = self.query_start[:-1][sequences]
+        ends = self.query_start[1:][sequences]
+        cut_off = np.maximum(ends - end, 0).astype(np.int32)
+        offsets = np.concatenate([np.clip(starts, begin, end), [end]]).astype(np.int32) - begin
+        rows = (self.logit_rows >= begin) & (self.logit_rows < end)
+        return ForwardBatch(
+            token_ids=self.token_ids[begin:end],
+            positions=self.positions[begin:end],
+            query_start=offsets.astype(np.int32),
+            context_lens=(self.context_lens[sequences] - cut_off).astype(np.int32),
+            logit_rows=(self.logit_rows[rows] - begin).astype(np.int32),
+            block_tables=None if self.block_tables is None else self.block_tables[sequences],
+            slot_mapping=None if self.slot_mapping is None else self.slot_mapping[begin:end],
+            page_size=self.page_size,
+        )

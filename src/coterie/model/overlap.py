@@ -1,12 +1,13 @@
 """drive: run stage generators to their end. One (plain, or EP over a real transport) or N local ranks in one process.
 
 A generator yields a Handle where it would wait; it is resumed when the handle is ready. Driving several in turn lets
-every local rank reach the same exchange before any goes on, without threads.
+every local rank reach the same exchange before any goes on, without threads. `interleave` makes one generator of two
+micro-batches of a rank, so that the exchanges of each run under the compute of the other (two-batch overlap).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from coterie.comm.transport import Handle
@@ -35,4 +36,35 @@ def drive_all(ranks: Sequence[Stages]) -> list[Any]:
                 results[index] = end.value
                 del waiting[index]
         assert progressed, "every rank waits for an exchange that no other will enter"
+    return results
+
+
+def interleave(micro_batches: Sequence[Stages], entering: Callable[[int], None]) -> Stages:
+    """Several micro-batches of one rank as one generator, in strict turns; its value is the list of theirs.
+
+    Before micro-batch i goes on, `entering(i)` is called. Each is resumed in order even if another is ready first:
+    all ranks then enter their exchanges in the same order, and a layer's cache rows of the first half are written
+    before the second half attends to them. If one raises, the others are closed.
+    """
+    results: list[Any] = [None] * len(micro_batches)
+    pending: dict[int, Handle] = {}
+
+    def advance(index: int) -> None:
+        entering(index)
+        try:
+            pending[index] = next(micro_batches[index])
+        except StopIteration as end:
+            results[index] = end.value
+            pending.pop(index, None)
+
+    try:
+        for index in range(len(micro_batches)):
+            advance(index)
+        while pending:
+            for index in list(pending):
+                yield pending[index]
+                advance(index)
+    finally:
+        for stages in micro_batches:
+            stages.close()
     return results
