@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from coterie.cache.streams import PagedCache
 from coterie.comm.transport import LocalTransport
+from coterie.engine.runner import ModelRunner
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
 from coterie.model.loader import load_weights
@@ -99,6 +100,19 @@ def test_two_halves_give_the_bits_of_the_whole(shipped, row: int) -> None:
     hidden = run([whole])
     assert hidden.shape[0] == 21 and np.abs(hidden).max() > 0.1
     np.testing.assert_array_equal(run(list(whole.split(row))), hidden)
+
+
+@pytest.mark.parametrize("wanted", [[], [20], [0, 4, 11, 20]])
+def test_the_runner_gives_the_same_logits_in_one_and_in_two(shipped, wanted: list[int]) -> None:
+    spec, kernels, weights = shipped
+    model = Transformer(spec, weights, Runtime.local(kernels), 64)
+    whole = paged([10, 1, 9, 1], [0, 0, 0, 0], wanted)
+    one, two = (
+        ModelRunner(model, PagedCache(spec, 16, PAGE, "bf16", kernels), kernels).run(whole, micro_batches=parts)
+        for parts in (1, 2)
+    )
+    assert one.shape == (len(wanted), spec.vocab_size)
+    np.testing.assert_array_equal(one, two)
 
 
 def exchange_twice(transport: LocalTransport, name: str, log: list[str]) -> Generator:

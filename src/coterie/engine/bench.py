@@ -230,7 +230,7 @@ class TallyRunner(ModelRunner):
         super().__init__(inner.model, inner.cache, inner.model.runtime.kernels)
         self._work = Work(0, 0, 0, 0, 0)
 
-    def run(self, batch: ForwardBatch) -> NDArray[np.float32]:
+    def run(self, batch: ForwardBatch, *, micro_batches: int = 1) -> NDArray[np.float32]:
         work = self._work
         self._work = Work(
             work.steps + 1,
@@ -239,7 +239,7 @@ class TallyRunner(ModelRunner):
             work.cached_rows + int(batch.context_lens.sum()),
             work.pairs + int(batch.positions.sum()) + batch.num_tokens,
         )
-        return super().run(batch)
+        return super().run(batch, micro_batches=micro_batches)
 
     def tally(self) -> Work:
         """Totals so far."""

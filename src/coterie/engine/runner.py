@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from coterie.cache.streams import PagedCache
 from coterie.kernels.api import Kernels
 from coterie.kernels.batch import ForwardBatch
-from coterie.model.overlap import drive
+from coterie.model.overlap import drive, interleave
 from coterie.model.transformer import Transformer
 from coterie.observe.stages import StageTimer
 
@@ -20,11 +20,17 @@ class ModelRunner:
         self.model, self.cache, self._kernels = model, cache, kernels
         self.timer: StageTimer = model.runtime.timer
 
-    def run(self, batch: ForwardBatch) -> NDArray[np.float32]:
-        """Compute a batch, writing its cache rows; float32 logits [M, vocab] of its `logit_rows`."""
-        prepared = self._kernels.prepare(batch)
-        hidden = drive(self.model.stages(prepared, self.cache.layers))
+    def run(self, batch: ForwardBatch, *, micro_batches: int = 1) -> NDArray[np.float32]:
+        """Compute a batch, writing its cache rows; float32 logits [M, vocab] of its `logit_rows`.
+
+        micro_batches 2: its halves take turns, each computing while the other's rows travel; the same bits.
+        """
+        parts = (batch,) if micro_batches == 1 else batch.split(batch.num_tokens // 2)
+        prepared = [self._kernels.prepare(part) for part in parts]
+        stages = [self.model.stages(part, self.cache.layers) for part in prepared]
+        halves = drive(interleave(stages, self.timer.enter))
         if not len(batch.logit_rows):
             return np.zeros((0, self.model.spec.vocab_size), np.float32)
-        logits = self.model.logits(hidden[prepared.logit_rows])
+        wanted = [hidden[part.logit_rows] for hidden, part in zip(halves, prepared, strict=True)]
+        logits = self.model.logits(wanted[0] if len(wanted) == 1 else self._kernels.concat(wanted))
         return np.asarray(self._kernels.to_host(logits), np.float32)

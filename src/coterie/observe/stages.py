@@ -28,6 +28,10 @@ class StageTimer:
         """Begin a lap without charging the time before it to any stage."""
         self._last = monotonic_ns()
 
+    def enter(self, micro_batch: int) -> None:
+        """Laps are of this micro-batch from now on."""
+        self.micro_batch = micro_batch
+
     def lap(self, stage: str, layer: int = -1) -> None:
         """Charge the time since the last lap (or start) to `stage`."""
         now = monotonic_ns()
