@@ -29,11 +29,20 @@ def must_be_whole(entry: TensorEntry) -> bool:
 
 
 class BankFiller:
-    """Allocates each bank when its first rows come; `formats` says how each is stored. `weights` is the result."""
+    """Allocates each bank when its first rows come; `formats` says how each is stored. `weights` is the result.
 
-    def __init__(self, kernels: Kernels, layout: WeightLayout, formats: Mapping[str, WeightFormat]) -> None:
+    `held`: banks that exist already.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        layout: WeightLayout,
+        formats: Mapping[str, WeightFormat],
+        held: Mapping[str, Any] | None = None,
+    ) -> None:
         self.kernels, self.layout, self.formats = kernels, layout, formats
-        self.weights: dict[str, Any] = {}
+        self.weights: dict[str, Any] = dict(held or {})
 
     def put(self, entry: TensorEntry, row: int, values: Rows) -> None:
         """Write `values` [n, cols], rows from `row` on of the tensor's matrix shape, wherever they belong.

@@ -19,6 +19,7 @@ from coterie.kernels.api import HostArray, Kernels
 from coterie.model.banks import BankFiller, RoleNeed, memory_needs, must_be_whole
 from coterie.model.load_plan import NO_QUANT, DtypeChoice, bank_formats, tied_head_differs
 from coterie.model.names import TensorEntry, own_head, weight_layout
+from coterie.model.shard import ExpertShard
 from coterie.spec.cache import CacheKind
 from coterie.spec.model import ModelSpec
 from coterie.spec.weights import BF16, QuantPlan, WeightFormat
@@ -32,12 +33,13 @@ NORM_NOISE, BIAS_STD = 0.1, 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DummyOptions:
-    """`dtype` "auto" follows the config; `quant` goes before it."""
+    """`dtype` "auto" follows the config; `quant` goes before it. `shard`: what this rank holds."""
 
     dtype: DtypeChoice = "auto"
     quant: QuantPlan = NO_QUANT
     seed: int = 0
     mtp: bool = True
+    shard: ExpertShard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,11 @@ def dummy_weights(
     if tied_head_differs(spec, quant):
         own_head(layout)
     formats = bank_formats(layout, dtype, {}, quant)
+    if options.shard is not None:
+        layout = options.shard.layout(layout)
     needs = memory_needs(layout, formats)
     admit(needs)
-    filler = BankFiller(kernels, layout, formats)
+    filler = BankFiller(kernels, layout, formats, None if options.shard is None else options.shard.held)
     pool = _Pool(seed)
     sizes = {name: _stored_bytes(entry, formats) for name, entry in layout.tensors.items()}
     total, done = sum(sizes.values()), 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ from coterie.model.load_report import Conversion, LoadProgress, LoadReport
 from coterie.model.packed_manifest import is_packed_folder
 from coterie.model.packed_reader import PackedReader
 from coterie.model.safetensors_io import LoadError, Piece, RawBytes, ReadStats, StoredTensor, split_rows, stream
+from coterie.model.shard import ExpertShard, takes
 from coterie.spec.cache import CacheKind
 from coterie.spec.model import Fp8BlockQuant, ModelSpec
 from coterie.spec.weights import BF16, F32, QuantPlan, WeightFormat
@@ -64,21 +65,22 @@ def load_weights(
     mtp: bool = True,
     seed: int = 0,
     strict: bool = False,
+    shard: ExpertShard | None = None,
 ) -> LoadedWeights:
     """Load the weights of `spec` from a folder or file, or make random ones (`load_format="dummy"`, `seed`).
 
     `dtype` "auto" narrows nothing: float32 and float16 checkpoints stay float32, bfloat16 and FP8 become bfloat16.
     `quant` goes before it where it says something. `admit` sees what the weights need and may refuse.
-    `strict` refuses doubtful checkpoints (stray files, a tied head that differs, ...). Raises `LoadError` with all
-    problems before anything is allocated.
+    `strict` refuses doubtful checkpoints (stray files, a tied head that differs, ...). `shard`: what this rank holds.
+    Raises `LoadError` with all problems before anything is allocated.
     """
     if load_format == "dummy":
-        random = DummyOptions(dtype=dtype, quant=quant, seed=seed, mtp=mtp)
+        random = DummyOptions(dtype=dtype, quant=quant, seed=seed, mtp=mtp, shard=shard)
         return _load_dummy(spec, kernels, random, admit, progress)
     if path is None:
         raise LoadError("no weights were given: pass a model folder, or load_format 'dummy' for random weights")
     if is_packed_folder(Path(path)):
-        packed = PackedReader(Path(path), spec, quant, dtype)
+        packed = PackedReader(Path(path), spec, quant, dtype, shard)
         admit(packed.needs)
         weights, report = packed.load(kernels, progress)
         return LoadedWeights(weights, packed.manifest.kind, report, packed.needs)
@@ -86,9 +88,11 @@ def load_weights(
     plan = make_plan(checkpoint, spec, dtype, mtp=mtp, quant=quant)
     if strict:
         check_strict(plan)
+    if shard is not None:
+        plan = shard.plan(plan)
     needs = memory_needs(plan.layout, plan.bank_formats)
     admit(needs)
-    load = TensorLoad(plan, spec, kernels, progress)
+    load = TensorLoad(plan, spec, kernels, progress, held=None if shard is None else shard.held)
     load.run()
     doubts = load.compare_copies()
     if strict and doubts:
@@ -160,6 +164,7 @@ class TensorLoad:
     """One run through the planned tensors.
 
     `losses`: by (bank, matrix), sums of squares of what rounding lost and of the values, of one in `sampled` pieces.
+    `held`: banks that exist already.
     """
 
     def __init__(
@@ -169,13 +174,14 @@ class TensorLoad:
         kernels: Kernels,
         progress: ProgressCallback | None,
         sampled: int = SAMPLED_PIECES,
+        held: Mapping[str, Any] | None = None,
     ) -> None:
         self.plan, self.sampled = plan, sampled
         self.losses: dict[tuple[str, int], tuple[float, float]] = {}
         block = spec.quantization
         block = block if isinstance(block, Fp8BlockQuant) else Fp8BlockQuant()
         self.decoder = Decoder(block, keep_fp8=any(form.kind == "fp8" for form in plan.bank_formats.values()))
-        self.filler = BankFiller(kernels, plan.layout, plan.bank_formats)
+        self.filler = BankFiller(kernels, plan.layout, plan.bank_formats, held)
         self.stats = ReadStats()
         self.clock = _Clock(progress)
         self.seconds = 0.0
@@ -193,10 +199,10 @@ class TensorLoad:
     def run(self) -> None:
         """Read and place everything."""
         began = time.perf_counter()
-        order = self._reading_order()
-        total = sum(tensor.nbytes for tensor in order)
+        pieces = list(self._pieces(self._reading_order()))
+        total = sum(piece.nbytes for piece in pieces)
         done = 0
-        for piece, raw in stream(self._pieces(order), self.stats):
+        for piece, raw in stream(pieces, self.stats):
             self._take(piece, raw)
             done += piece.nbytes
             self.clock.tick(done, total, piece.tensor.name)
@@ -228,7 +234,8 @@ class TensorLoad:
             item = self._by_name.get(tensor.name)
             packed = None if item is None else item.packed
             whole = item is None or must_be_whole(item.entry) or (packed is not None and packed.must_be_whole)
-            yield from split_rows(tensor, whole=whole)
+            pieces = split_rows(tensor, whole=whole)
+            yield from pieces if item is None else (piece for piece in pieces if takes(item.entry, piece))
 
     def _take(self, piece: Piece, raw: RawBytes) -> None:
         name = piece.tensor.name

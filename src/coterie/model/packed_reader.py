@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from coterie.model.packed_manifest import (
     read_manifest,
 )
 from coterie.model.safetensors_io import LoadError
+from coterie.model.shard import MTP_PREFIX, ExpertShard
 from coterie.spec.model import ModelSpec
 from coterie.spec.weights import BF16, F32, QuantPlan
 
@@ -61,33 +63,41 @@ def choose_way(folder: Path, manifest: Manifest, available: int) -> Way:
 class PackedReader:
     """One packed folder, checked against a model. `load` may be called once for each backend."""
 
-    def __init__(self, folder: Path, spec: ModelSpec, quant: QuantPlan, dtype: str) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, spec: ModelSpec, quant: QuantPlan, dtype: str, shard: ExpertShard | None = None
+    ) -> None:
+        self.folder, self._shard = folder, shard
+        self._held = None if shard is None else shard.held
         self.manifest: Manifest = read_manifest(folder)
         layout = check_manifest(self.manifest, folder, spec)
         check_quant(self.manifest, quant, dtype, layout)
         formats = {key: matrix.spec.format for key, matrix in self.manifest.matrices().items()}
-        self.needs: tuple[RoleNeed, ...] = memory_needs(layout, formats)
+        self.needs: tuple[RoleNeed, ...] = memory_needs(layout if shard is None else shard.layout(layout), formats)
 
     def load(
         self, kernels: Kernels, progress: Callable[[LoadProgress], None] | None
     ) -> tuple[dict[str, Any], LoadReport]:
         """Banks and vectors by key, and the report."""
         began = time.perf_counter()
-        weights: dict[str, Any] = {}
+        weights: dict[str, Any] = {} if self._held is None else dict(self._held)
         how = choose_way(self.folder, self.manifest, int(psutil.virtual_memory().available))
-        done, total = 0, self.manifest.nbytes
-        for group in self.manifest.groups:
-            weights.update(self._group(group, kernels, direct=how.direct))
-            done += group.nbytes
+        groups = [(group, units) for group in self.manifest.groups if (units := self._units(group))]
+        total = self.manifest.nbytes
+        if self._shard is not None:
+            total = sum(len(units) * group.unit_bytes for group, units in groups)
+        done = checked = 0
+        for group, units in groups:
+            weights.update(self._group(group, units, kernels, direct=how.direct))
+            done += len(units) * group.unit_bytes
+            checked += len(units)
             if progress is not None:
                 rate = done / max(time.perf_counter() - began, 1e-9)
                 progress(LoadProgress(done, total, rate, (total - done) / rate, group.name))
-        weights.update(self._vectors(kernels))
+        if self._held is None:
+            weights.update(self._vectors(kernels))
         seconds = time.perf_counter() - began
-        units = sum(group.count for group in self.manifest.groups)
-        checked = f"packed from {self.manifest.source}; CRC-32C of {units} units checked"
-        notes = (checked, how.reason, *self.manifest.notes)
+        source = f"packed from {self.manifest.source}; CRC-32C of {checked} units checked"
+        notes = (source, how.reason, *self.manifest.notes)
         report = LoadReport(
             files=(*(name for name, _ in self.manifest.files), VECTORS_NAME),
             tensors=len(weights),
@@ -97,24 +107,44 @@ class PackedReader:
             conversions=(),
             skipped=(),
             notes=notes,
-            mtp_present=self.manifest.mtp,
+            mtp_present=self.manifest.mtp and self._shard is None,
         )
         return weights, report
 
-    def _group(self, group: PackedGroup, kernels: Kernels, *, direct: bool) -> dict[str, Any]:
+    def _units(self, group: PackedGroup) -> tuple[tuple[int, int], ...]:
+        """(place here, unit of the file) of what is to be read of a group."""
+        whole = tuple((unit, unit) for unit in range(group.count))
+        if self._shard is None:
+            return whole
+        if group.name in self._shard.experts:
+            row = self._shard.experts[group.name]
+            return tuple((slot, expert) for slot, expert in enumerate(row) if expert >= 0)
+        return () if self._held is not None or group.name.startswith(MTP_PREFIX) else whole
+
+    def _group(
+        self, group: PackedGroup, units: tuple[tuple[int, int], ...], kernels: Kernels, *, direct: bool
+    ) -> dict[str, Any]:
         keys = [matrix.key for matrix in group.matrices]
         specs = [matrix.spec for matrix in group.matrices]
-        if isinstance(kernels, NativeKernels):
-            banks = kernels.allocate(group.count, *specs)
-            read_units(kernels, banks[0], self.folder / group.file, group, direct=direct)
-            return dict(zip(keys, banks, strict=True))
-        native = NativeKernels(machine().threads)
-        held = native.allocate(group.count, *specs)
-        read_units(native, held[0], self.folder / group.file, group, direct=direct)
+        count = group.count
+        if self._shard is not None and group.name in self._shard.experts:
+            count = len(self._shard.experts[group.name])
+        is_native = isinstance(kernels, NativeKernels)
+        native = kernels if isinstance(kernels, NativeKernels) else NativeKernels(machine().threads)
+        if is_native and self._held is not None:
+            held = tuple(self._held[key] for key in keys)
+        else:
+            held = native.allocate(count, *specs)
+        if units == tuple((unit, unit) for unit in range(group.count)):
+            read_units(native, held[0], self.folder / group.file, group, direct=direct)
+        else:
+            read_some_units(native, held[0], self.folder / group.file, group, units)
+        if is_native:
+            return dict(zip(keys, held, strict=True))
         wide = [replace(spec, format=spec.format if spec.format == BF16 else F32) for spec in specs]
-        banks = kernels.allocate(group.count, *wide)
+        banks = kernels.allocate(count, *wide) if self._held is None else tuple(self._held[key] for key in keys)
         for source, target in zip(held, banks, strict=True):
-            for index in range(group.count):
+            for index, _ in units:
                 kernels.fill(target, index, 0, native.read(source, index))
         return dict(zip(keys, banks, strict=True))
 
@@ -126,7 +156,8 @@ class PackedReader:
         found, at = {}, 0
         values = raw.view("<f4")
         for key, size in vectors.sizes:
-            found[key] = kernels.vector(values[at : at + size])
+            if self._shard is None or not key.startswith(MTP_PREFIX):
+                found[key] = kernels.vector(values[at : at + size])
             at += size
         return found
 
@@ -136,9 +167,39 @@ def read_units(kernels: NativeKernels, bank: Any, path: Path, group: PackedGroup
     unit, code, differs = kernels.read_units(bank, path, group.offset, group.checksums(), direct=direct)
     if unit < 0:
         return
+    raise _bad_unit(path, group, unit, code, differs=differs)
+
+
+def read_some_units(
+    kernels: NativeKernels, bank: Any, path: Path, group: PackedGroup, units: tuple[tuple[int, int], ...]
+) -> None:
+    """The same for (matrix of the bank, unit of the file) pairs, through the page cache, on the kernels' threads."""
+    memory, checksums = kernels.units(bank), group.checksums()
+
+    def read(pair: tuple[int, int]) -> None:
+        slot, unit = pair
+        target, at = memory[slot], group.offset + unit * group.unit_bytes
+        done = 0
+        try:
+            while done < group.unit_bytes and (count := os.preadv(file, [target[done:].data], at + done)):
+                done += count
+        except OSError as error:
+            raise _bad_unit(path, group, unit, error.errno or 0, differs=False) from error
+        if done < group.unit_bytes or _native.crc32c(target) != checksums[unit]:
+            raise _bad_unit(path, group, unit, 0, differs=done == group.unit_bytes)
+
+    file = os.open(path, os.O_RDONLY)
+    try:
+        with ThreadPoolExecutor(kernels.threads) as pool:
+            list(pool.map(read, units))
+    finally:
+        os.close(file)
+
+
+def _bad_unit(path: Path, group: PackedGroup, unit: int, code: int, *, differs: bool) -> LoadError:
     at = group.offset + unit * group.unit_bytes
     where = f"{group.name}[{unit}] ({path.name}, {group.unit_bytes} bytes from {at})"
     if differs:
-        raise LoadError(f"{where} is damaged: its bytes differ from the checksum; copy the folder again")
+        return LoadError(f"{where} is damaged: its bytes differ from the checksum; copy the folder again")
     reason = os.strerror(code) if code else "the file ended early: it changed while being read"
-    raise LoadError(f"cannot read {where}: {reason}")
+    return LoadError(f"cannot read {where}: {reason}")

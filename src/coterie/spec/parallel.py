@@ -1,0 +1,77 @@
+"""ParallelConfig: over how many ranks and nodes a model is spread, checked against each other and against the model.
+
+Attention is data-parallel: each rank owns requests and their cache, so `dp` ranks answer different requests. Experts
+lie on all ranks together, so `ep` = `dp` x `tp`; what is left out follows from what is given. Everything that is no
+expert is on every rank. Not here: which expert lies where (`placement`), processes, the forms of the exchange (`comm`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coterie.spec.errors import SpecError
+from coterie.spec.model import ModelSpec
+from coterie.spec.placement import ExpertPlacement, check_slots, check_topology, smallest_slots
+
+MAX_RANKS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Ranks of one engine. `nodes` hold consecutive ranks, equally many each.
+
+    redundant_experts: slots beyond one for each expert, in each layer; None takes the smallest number with which the
+    slots divide over the ranks. Copies balance load, and let experts outlive a lost rank. Raises SpecError with the
+    valid values for a layout that cannot be.
+    """
+
+    tp: int = 1
+    dp: int | None = None
+    ep: int | None = None
+    nodes: int = 1
+    redundant_experts: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "ep", "nodes"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_RANKS:
+                raise SpecError(f"{name} must be from 1 to {MAX_RANKS}, not {value}")
+        if self.redundant_experts is not None and self.redundant_experts < 0:
+            raise SpecError(f"redundant experts must be at least 0, not {self.redundant_experts}")
+        if self.tp > 1:
+            raise SpecError(
+                f"tp {self.tp} is not built: attention is data-parallel, each rank holds it whole; use tp 1, and dp or "
+                "ep for the number of ranks"
+            )
+        if self.dp is not None and self.ep is not None and self.ep != self.dp * self.tp:
+            raise SpecError(
+                f"ep {self.ep} does not go with dp {self.dp} and tp {self.tp}: experts are spread over all dp x tp = "
+                f"{self.dp * self.tp} ranks; give ep {self.dp * self.tp}, dp {self.ep // self.tp}, or only one of them"
+            )
+        check_topology(self.num_ranks, self.nodes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in all."""
+        return self.ep or (self.dp or 1) * self.tp
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one rank does everything."""
+        return self.num_ranks == 1
+
+    def placement(self, spec: ModelSpec) -> ExpertPlacement:
+        """Where the experts of a model lie at first. Raises SpecError if they cannot lie on these ranks."""
+        counts = sorted({moe.num_experts for _, moe in spec.moe_layers()})
+        if len(counts) != 1:
+            what = f"layers of {' and '.join(map(str, counts))} experts" if counts else "no experts"
+            raise SpecError(f"{self.num_ranks} ranks share the experts of a model, and this one has {what}; use ep 1")
+        num_experts, redundant = counts[0], self.redundant_experts
+        slots = smallest_slots(num_experts, self.num_ranks) if redundant is None else num_experts + redundant
+        check_slots(slots, num_experts, self.num_ranks)
+        layers = sum(1 for _ in spec.moe_layers())
+        return ExpertPlacement.linear(layers, num_experts, self.num_ranks, self.nodes, slots)
+
+
+ONE_RANK = ParallelConfig()
+"""No ranks beside this one."""
