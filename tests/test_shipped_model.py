@@ -84,7 +84,7 @@ def _one(llm: LLM, prompt: str) -> tuple:
 
 def test_it_sees_registers_with_different_experts() -> None:
     """Specialisation, and the conservation law: counts of a layer sum to tokens x K."""
-    from coterie.comm.transport import LocalTransport
+    from coterie.comm.local import LocalTransport
     from coterie.kernels.batch import ForwardBatch
     from coterie.kernels.native import NativeKernels
     from coterie.model.loader import load_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coterie.comm.transport import LocalTransport
+from coterie.comm.local import LocalTransport
 from coterie.kernels.batch import ForwardBatch
 from coterie.model.overlap import drive_all
 from coterie.moe.dispatch import Dispatcher

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coterie.comm.transport import LocalTransport
+from coterie.comm.local import LocalTransport
 from coterie.kernels import _native
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels

@@ -1,100 +1,136 @@
-"""THE TRANSPORT DOOR: exchanges between expert-parallel ranks, and `LocalTransport`, N ranks inside one process.
+"""THE TRANSPORT DOOR: collectives between ranks on host memory, what can go wrong in them, and what callers check.
 
 An exchange returns a `Handle`; the caller yields it (a stage generator waits nowhere else) and then takes its result.
-`model.overlap.drive` resumes a generator once its handle is ready. LocalTransport needs no threads: an exchange is
-complete when every rank has posted its part, so N generators driven in turn are deterministic. World size one is the
-same code: its own part completes it at once.
+Every rank of a group enters the same exchanges in the same order. A receiver knows its counts: it took them from an
+`all_gather` before, because a payload whose two sides disagree on sizes ends processes in some backends. Rows are numpy
+arrays of any type and travel as bytes. `comm.local` is N ranks in one process, `comm.torch_dist` is processes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from coterie.spec.errors import CoterieError
+
+Int64 = NDArray[np.int64]
+Counts = Sequence[int] | NDArray[np.integer[Any]]
+
+
+class TransportError(CoterieError):
+    """An exchange that cannot complete. The group is of no further use; a new generation has to be made."""
+
+
+class RankLost(TransportError):
+    """Some ranks did not answer. `missing` are their numbers in the group; empty if this rank itself is cut off."""
+
+    def __init__(self, message: str, missing: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class Aborted(TransportError):
+    """`abort` was called while an exchange was awaited."""
+
+
+class CountMismatch(TransportError):
+    """Two ranks disagree on how much one sends to the other; nothing of the payload was sent."""
 
 
 class Handle(Protocol):
     """A pending exchange."""
 
     def ready(self) -> bool:
-        """Whether `result` may be called."""
+        """Whether `result` may be called: always true where it can block, so that every rank goes the same way."""
 
     def result(self) -> Any:
-        """What arrived; valid once, after `ready`."""
+        """What arrived; valid once. Raises `TransportError`."""
 
 
 class Transport(Protocol):
-    """One rank's view of its group."""
+    """One rank's view of its group. `bytes_to` [size] counts what was sent to each rank since creation."""
 
     rank: int
     size: int
+    bytes_to: Int64
 
-    def all_to_all_v(self, parts: list[Any]) -> Handle:
-        """Send `parts[r]` (rows first, zero rows allowed) to rank r; the result lists what each rank sent here."""
+    def all_gather(self, values: Int64) -> Handle:
+        """Equal vectors [n] of all ranks -> int64 [size, n]."""
+
+    def all_to_all_v(
+        self, rows: NDArray[Any], sent: Counts, received: Counts, out: NDArray[Any] | None = None
+    ) -> Handle:
+        """The first `sent[0]` rows go to rank 0, the next `sent[1]` to rank 1 ... -> rows by source rank.
+
+        `out` (contiguous, the same row shape and type, exactly sum(received) rows) receives them if given. `rows` must
+        not change before the result is taken.
+        """
+
+    def subgroup(self, name: str, ranks: Sequence[int]) -> Transport:
+        """The group of some ranks, this one among them, numbered in the order given; its members call with one name."""
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long later exchanges may take: long to load and warm up, short to serve."""
+
+    def abort(self) -> None:
+        """End every exchange that is awaited (from another thread too) with `Aborted`, and refuse new ones."""
 
 
-@dataclass(slots=True)
-class _Exchange:
-    """One collective of the local group: parts by source rank, complete when all have posted."""
+class Done:
+    """A handle whose result is there."""
 
-    parts: dict[int, list[Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalHandle:
-    exchange: _Exchange
-    rank: int
-    size: int
+    def __init__(self, value: Any) -> None:
+        self._value = value
 
     def ready(self) -> bool:
-        return len(self.exchange.parts) == self.size
+        return True
 
-    def result(self) -> list[Any]:
-        assert self.ready(), "result() before every rank has entered the exchange"
-        return [self.exchange.parts[source][self.rank] for source in range(self.size)]
-
-
-class _LocalGroup:
-    """Shared state of N local ranks: the n-th exchange of every rank is the same collective."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.open: dict[int, _Exchange] = {}
-
-    def join(self, sequence: int, rank: int, parts: list[Any]) -> _Exchange:
-        exchange = self.open.setdefault(sequence, _Exchange())
-        assert rank not in exchange.parts, "a rank entered one exchange twice"
-        exchange.parts[rank] = parts
-        if len(exchange.parts) == self.size:
-            del self.open[sequence]
-        return exchange
+    def result(self) -> Any:
+        return self._value
 
 
-class LocalTransport:
-    """One of N ranks in this process. `LocalTransport.group(n)` makes all n; `LocalTransport()` is the group of one."""
-
-    def __init__(self, rank: int = 0, group: _LocalGroup | None = None) -> None:
-        self._group = group or _LocalGroup(1)
-        self._sequence = 0
-        self.rank = rank
-        self.size = self._group.size
-
-    @classmethod
-    def group(cls, size: int) -> list[LocalTransport]:
-        """All ranks of a fresh group of `size`."""
-        shared = _LocalGroup(size)
-        return [cls(rank, shared) for rank in range(size)]
-
-    def all_to_all_v(self, parts: list[Any]) -> Handle:
-        assert len(parts) == self.size, f"{len(parts)} parts for {self.size} ranks"
-        exchange = self._group.join(self._sequence, self.rank, parts)
-        self._sequence += 1
-        return _LocalHandle(exchange, self.rank, self.size)
+def check_counts(transport: Transport, rows: NDArray[Any], sent: Counts, received: Counts) -> None:
+    """Refuse what is wrong on this side of an `all_to_all_v`."""
+    size, rank = transport.size, transport.rank
+    if len(sent) != size or len(received) != size:
+        raise CountMismatch(f"{len(sent)} counts to send and {len(received)} to receive for {size} ranks")
+    if min(sent) < 0 or min(received) < 0 or sum(sent) != len(rows):
+        raise CountMismatch(f"rank {rank} has {len(rows)} rows, and its counts {list(sent)} sum to {sum(sent)}")
+    if sent[rank] != received[rank]:
+        raise CountMismatch(f"rank {rank} sends itself {sent[rank]} rows and expects {received[rank]}")
 
 
-def split_rows(rows: Any, counts: NDArray[np.integer]) -> list[Any]:
-    """Cut an array into consecutive parts of `counts` rows."""
-    ends = np.cumsum(counts)
-    return [rows[int(end - count) : int(end)] for count, end in zip(counts, ends, strict=True)]
+def result_array(rows: NDArray[Any], total: int, out: NDArray[Any] | None) -> NDArray[Any]:
+    """Where `total` rows like `rows` are received: `out` if it fits, a new array if none is given."""
+    shape = (total, *rows.shape[1:])
+    if out is None:
+        return np.empty(shape, rows.dtype)
+    if out.shape != shape or out.dtype != rows.dtype or not out.flags.c_contiguous:
+        raise ValueError(f"out is {out.dtype} {list(out.shape)}, not a contiguous {rows.dtype} {list(shape)}")
+    return out
+
+
+def as_bytes(rows: NDArray[Any]) -> NDArray[np.uint8]:
+    """The bytes of contiguous rows [n, bytes of a row], not a copy."""
+    if not rows.flags.c_contiguous:
+        raise ValueError("an exchange takes contiguous rows")
+    width = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
+    return rows.reshape(-1).view(np.uint8).reshape(len(rows), width)
+
+
+def check_agreement(transport: Transport, what: str, value: str) -> None:
+    """Wait until all ranks have said their value; raise `TransportError` that names the ranks that differ from rank 0.
+
+    Meant for start-up: versions, model and placement digests, capacities.
+    """
+    own = np.frombuffer(hashlib.sha256(value.encode()).digest()[:8], np.int64)
+    said = transport.all_gather(own).result()[:, 0]
+    different = [str(rank) for rank in range(transport.size) if said[rank] != said[0]]
+    if different:
+        raise TransportError(
+            f"ranks differ in {what}: rank {', '.join(different)} from rank 0 (rank {transport.rank} has {value})"
+        )

@@ -12,7 +12,7 @@ from typing import Any
 
 from coterie.cache.block_pool import BlockPool
 from coterie.cache.streams import PagedCache
-from coterie.comm.transport import LocalTransport
+from coterie.comm.local import LocalTransport
 from coterie.engine.classes import ClassTable
 from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.core import EngineCore

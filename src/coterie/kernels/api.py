@@ -177,6 +177,9 @@ class Kernels(Protocol):
     def to_host(self, array: Array) -> NDArray[Any]:
         """An array as numpy; the only place where values are read on the host."""
 
+    def from_host(self, array: NDArray[Any]) -> Array:
+        """Rows or integers that came from another rank, in backend memory."""
+
     def embed(self, table: Bank, token_ids: Array) -> Array:
         """Rows of a [vocab, H] bank: [T, H]."""
 
@@ -245,9 +248,6 @@ class Kernels(Protocol):
 
     def regroup(self, received: NDArray[np.integer]) -> Regrouped:
         """Order for rows that arrived from R ranks with `received` [R, E] rows per (source, local expert)."""
-
-    def concat(self, parts: list[Array]) -> Array:
-        """Arrays end to end along the first axis."""
 
     def experts(self, rows: Array, counts: Array, gate_up: Bank, down: Bank) -> Array:
         """rows [M, H] sorted by expert, counts [E] -> [M, H]: down(silu(gate x) * up x) of each row's expert,

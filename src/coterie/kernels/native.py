@@ -138,6 +138,9 @@ class NativeKernels:
     def to_host(self, array: NDArray[Any]) -> NDArray[Any]:
         return np.asarray(array)
 
+    def from_host(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array
+
     def embed(self, table: _native.Bank, token_ids: Integers) -> Floats:
         ids = _integers(token_ids, np.int32)
         out = np.empty((len(ids), table.cols), np.float32)
@@ -293,9 +296,6 @@ class NativeKernels:
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
         return Regrouped(order, inverse, received.sum(0).astype(np.int64))
-
-    def concat(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
-        return np.concatenate(parts)
 
     def experts(self, rows: Floats, counts: Integers, gate_up: _native.Bank, down: _native.Bank) -> Floats:
         rows = _floats(rows)

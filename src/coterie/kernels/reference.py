@@ -113,6 +113,10 @@ class ReferenceKernels:
         host = array.detach().numpy()
         return host.astype(np.float32) if host.dtype == np.float64 else host
 
+    def from_host(self, array: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor.long()
+
     def embed(self, table: ReferenceBank, token_ids: Tensor) -> Tensor:
         return table.values[0][token_ids].to(self.dtype)
 
@@ -230,9 +234,6 @@ class ReferenceKernels:
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order))
         return Regrouped(order, inverse, torch.from_numpy(received.sum(0)))
-
-    def concat(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts)
 
     def experts(self, rows: Tensor, counts: Tensor, gate_up: ReferenceBank, down: ReferenceBank) -> Tensor:
         outputs, start = [], 0

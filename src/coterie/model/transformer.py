@@ -10,7 +10,8 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.comm.transport import Handle, LocalTransport, Transport
+from coterie.comm.local import LocalTransport
+from coterie.comm.transport import Handle, Transport
 from coterie.kernels.api import Array, Bank, BlockInput, GroupedWeights, Kernels, LatentWeights, Prepared, Projection
 from coterie.model.attention import Attention, GroupedAttention, LatentAttention, LayerCache, bind
 from coterie.moe.dispatch import Dispatcher

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.comm.transport import Handle, Transport, split_rows
+from coterie.comm.transport import Handle, Transport
 from coterie.kernels.api import Array, Kernels, Regrouped, Routed, SortedRows
 
 
@@ -46,14 +46,13 @@ class Dispatcher:
         rows = self.kernels.gather(x, order)
         if self.transport.size == 1:
             return Dispatched(rows, order.counts, order, None, None, None)
-        counts = order.counts.reshape(self.transport.size, self.num_local)
-        handle = self.transport.all_to_all_v([counts[rank : rank + 1] for rank in range(self.transport.size)])
+        handle = self.transport.all_gather(self.kernels.to_host(order.counts))
         yield handle
-        received = self.kernels.to_host(self.kernels.concat(handle.result()))
-        sent = self.kernels.to_host(order.counts).reshape(counts.shape).sum(1)
-        handle = self.transport.all_to_all_v(split_rows(rows, sent))
+        received = handle.result().reshape(self.transport.size, self.transport.size, self.num_local)
+        sent, received = received[self.transport.rank].sum(1), received[:, self.transport.rank]
+        handle = self.transport.all_to_all_v(self.kernels.to_host(rows), sent, received.sum(1))
         yield handle
-        arrived = self.kernels.concat(handle.result())
+        arrived = self.kernels.from_host(handle.result())
         regrouped = self.kernels.regroup(received)
         return Dispatched(arrived[regrouped.order], regrouped.counts, order, regrouped, sent, received.sum(1))
 
@@ -61,9 +60,9 @@ class Dispatcher:
         self, outputs: Array, dispatched: Dispatched, routed: Routed, shared: Array | None
     ) -> Generator[Handle, None, Array]:
         """Expert outputs [M, H] in dispatched order -> the weighted sum per token (+ shared) [T, H]."""
-        if dispatched.regrouped is not None and dispatched.received is not None:
-            back = split_rows(outputs[dispatched.regrouped.inverse], dispatched.received)
-            handle = self.transport.all_to_all_v(back)
+        if dispatched.regrouped is not None and dispatched.received is not None and dispatched.sent is not None:
+            back = self.kernels.to_host(outputs[dispatched.regrouped.inverse])
+            handle = self.transport.all_to_all_v(back, dispatched.received, dispatched.sent)
             yield handle
-            outputs = self.kernels.concat(handle.result())
+            outputs = self.kernels.from_host(handle.result())
         return self.kernels.combine(outputs, dispatched.sorted.position, routed.expert_weights, shared)

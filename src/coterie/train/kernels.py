@@ -95,6 +95,9 @@ class TrainKernels:
         out: NDArray[Any] = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
         return out
 
+    def from_host(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array)
+
     def embed(self, table: Parameter, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, table[0])
 
@@ -219,9 +222,6 @@ class TrainKernels:
         return Regrouped(
             torch.from_numpy(order), torch.from_numpy(np.argsort(order)), torch.from_numpy(received.sum(0))
         )
-
-    def concat(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts)
 
     def experts(self, rows: Tensor, counts: Tensor, gate_up: Parameter, down: Parameter) -> Tensor:
         return GroupedExperts.apply(rows.to(self.compute), gate_up, down, counts.tolist())

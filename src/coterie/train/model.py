@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from coterie.comm.transport import LocalTransport
+from coterie.comm.local import LocalTransport
 from coterie.kernels.batch import ForwardBatch
 from coterie.model.mtp import MTPBlock
 from coterie.model.names import weight_layout

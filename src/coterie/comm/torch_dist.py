@@ -1,0 +1,306 @@
+"""TorchTransport: ranks that are processes, over torch.distributed's process groups ("gloo", or "nccl" by argument).
+
+Numpy arrays in and out, as bytes, without copies for gloo. Groups are made directly over a store, without torch's
+global default group, so that a process can hold several (control, serve, weights), replace one by its next generation
+and never mixes their order. The store is hosted outside the ranks (`StoreHost`): any rank may die. Exchanges end within
+the timeout; the error names the ranks that did not answer. Needs the extra [torch].
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.comm.roll_call import Roster
+from coterie.comm.transport import (
+    Aborted,
+    CountMismatch,
+    Counts,
+    Int64,
+    RankLost,
+    TransportError,
+    as_bytes,
+    check_counts,
+    result_array,
+)
+
+try:
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import AllgatherOptions
+except ImportError as error:  # pragma: no cover - the fast set has torch
+    raise TransportError("several ranks need torch: pip install 'coterie[torch]'") from error
+
+WAKE_SECONDS = 0.1
+"""How soon a waiting exchange notices `abort`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where the ranks meet."""
+
+    host: str
+    port: int
+
+
+class StoreHost:
+    """The meeting point, served by a thread of this process: the front end or launcher, never a rank."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Raises `TransportError` if the port is taken."""
+        try:
+            listener = socket.create_server((host, port), family=socket.AF_INET)
+        except OSError as error:
+            raise TransportError(f"cannot host the ranks' store on {host}:{port}: {error.strerror}") from error
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self.address = StoreAddress(host, port)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One rank's place in a group. Ranks of one (generation, purpose) meet; `timeout` in seconds.
+
+    `interface`: the network interface to use; else the address by which the store is reached. `verify` exchanges the
+    counts before every payload and raises `CountMismatch` instead of trusting the caller (one more round trip).
+    """
+
+    rank: int
+    size: int
+    generation: int = 0
+    purpose: Literal["control", "serve", "weights"] = "serve"
+    timeout: float = 30.0
+    backend: Literal["gloo", "nccl"] = "gloo"
+    interface: str | None = None
+    verify: bool = False
+
+
+def connect(address: StoreAddress, spec: GroupSpec) -> TorchTransport:
+    """Join a group and wait for all its ranks. Raises `RankLost` naming those that did not come in time."""
+    if not 0 <= spec.rank < spec.size:
+        raise TransportError(f"rank {spec.rank} of {spec.size} ranks")
+    patience = timedelta(seconds=spec.timeout)
+    try:
+        store = dist.TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=patience)
+    except Exception as error:
+        raise TransportError(f"cannot reach the ranks' store at {address.host}:{address.port}: {error}") from error
+    inner = dist.PrefixStore(f"gen-{spec.generation}/{spec.purpose}", store)
+    return TorchTransport(inner, spec, spec.purpose, _device_address(address, spec.interface))
+
+
+def _device_address(address: StoreAddress, interface: str | None) -> str:
+    """The local IPv4 address to listen on."""
+    if interface is None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address.host, address.port))
+            return str(probe.getsockname()[0])
+    import psutil
+
+    known = psutil.net_if_addrs()
+    if interface not in known:
+        raise TransportError(f"there is no network interface {interface!r}; there are {', '.join(sorted(known))}")
+    for entry in known[interface]:
+        if entry.family == socket.AF_INET:
+            return entry.address
+    raise TransportError(f"network interface {interface!r} has no IPv4 address")
+
+
+class _TorchHandle:
+    """A collective in flight: the tensors it uses stay referenced until its result is taken."""
+
+    def __init__(self, transport: TorchTransport, kept: tuple[Any, ...], finish: Callable[[], Any], what: str) -> None:
+        self._transport, self._kept, self._finish, self._what = transport, kept, finish, what
+        self._number = transport.exchanges
+
+    def ready(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        work = self._kept[0]
+        assert work is not None, "a result is taken once"
+        self._transport.wait(work, f"exchange {self._number} ({self._what})")
+        result = self._finish()
+        self._kept = (None,)
+        return result
+
+
+class TorchTransport:
+    """One rank of a process group. `exchanges` counts those entered; `numbers` are its ranks' numbers in the world."""
+
+    def __init__(
+        self, store: dist.Store, spec: GroupSpec, name: str, host: str, numbers: tuple[int, ...] | None = None
+    ) -> None:
+        self.rank, self.size, self.spec, self.name = spec.rank, spec.size, spec, name
+        self.numbers = tuple(range(spec.size)) if numbers is None else numbers
+        self.bytes_to: Int64 = np.zeros(spec.size, np.int64)
+        self.exchanges = 0
+        self._store, self._host, self._timeout = store, host, spec.timeout
+        self._aborted, self._broken = threading.Event(), False
+        self._children: list[TorchTransport] = []
+        self._roster = Roster(store, spec.rank, spec.size)
+        missing = self._numbers(self._roster.meet(spec.timeout))
+        if missing:
+            raise RankLost(f"{self._label()}: {_ranks(missing)} did not join within {spec.timeout:g} s", missing)
+        self._group, self._device = self._open()
+
+    def _numbers(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.numbers[rank] for rank in ranks)
+
+    def _label(self) -> str:
+        return f"group {self.name}, generation {self.spec.generation}"
+
+    def _open(self) -> tuple[Any, torch.device]:
+        limit = timedelta(seconds=self.spec.timeout)
+        try:
+            if self.spec.backend == "gloo":
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                options._timeout = limit
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+                return dist.ProcessGroupGloo(self._store, self.rank, self.size, options), torch.device("cpu")
+            if not dist.is_nccl_available():
+                raise TransportError("this torch has no NCCL; use gloo")
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = limit
+            device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            return dist.ProcessGroupNCCL(self._store, self.rank, self.size, nccl), device
+        except RuntimeError as error:
+            raise TransportError(f"{self._label()}: rank {self.rank} cannot connect: {error}") from error
+
+    def _enter(self) -> timedelta:
+        if self._aborted.is_set() or self._broken:
+            raise Aborted(f"{self._label()} has ended; a new generation is needed")
+        self.exchanges += 1
+        return timedelta(seconds=self._timeout)
+
+    def all_gather(self, values: Int64) -> _TorchHandle:
+        options = AllgatherOptions()
+        options.timeout = self._enter()
+        values = np.ascontiguousarray(values, np.int64)
+        out = np.empty((self.size, len(values)), np.int64)
+        self.bytes_to += values.nbytes
+        source, target = self._tensor(values), self._target(out.reshape(-1))
+        work = self._group._allgather_base(target, source, options)
+        return self._handle(work, source, target, out, "all_gather")
+
+    def all_to_all_v(
+        self, rows: NDArray[Any], sent: Counts, received: Counts, out: NDArray[Any] | None = None
+    ) -> _TorchHandle:
+        check_counts(self, rows, sent, received)
+        to, came = [int(n) for n in sent], [int(n) for n in received]
+        if self.spec.verify:
+            self._verify(to, came, rows)
+        options = dist.AllToAllOptions()
+        options.timeout = self._enter()
+        result = result_array(rows, sum(came), out)
+        data = as_bytes(rows)
+        self.bytes_to += np.asarray(to, np.int64) * data.shape[1]
+        source, target = self._tensor(data), self._target(as_bytes(result))
+        work = self._group.alltoall_base(target, source, came, to, options)
+        return self._handle(work, source, target, result, "all_to_all_v")
+
+    def _verify(self, sent: list[int], received: list[int], rows: NDArray[Any]) -> None:
+        width = as_bytes(rows).shape[1]
+        table = self.all_gather(np.array([width, *sent], np.int64)).result()
+        for source in range(self.size):
+            if table[source, 0] != width or table[source, 1 + self.rank] != received[source]:
+                raise CountMismatch(
+                    f"{self._label()}: rank {source} sends {table[source, 1 + self.rank]} rows of {table[source, 0]} "
+                    f"bytes to rank {self.rank}, which expects {received[source]} of {width}"
+                )
+
+    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
+        if not array.flags.writeable:
+            array = array.copy()
+        return torch.from_numpy(array).to(self._device)
+
+    def _target(self, array: NDArray[Any]) -> torch.Tensor:
+        target = torch.from_numpy(array)
+        return target if self._device.type == "cpu" else torch.empty_like(target, device=self._device)
+
+    def _handle(
+        self, work: Any, source: torch.Tensor, target: torch.Tensor, out: NDArray[Any], what: str
+    ) -> _TorchHandle:
+        def finish() -> NDArray[Any]:
+            if self._device.type != "cpu":
+                torch.from_numpy(out.view(np.uint8) if out.dtype != np.int64 else out.reshape(-1)).copy_(target)
+            return out
+
+        return _TorchHandle(self, (work, source, target), finish, what)
+
+    def wait(self, work: Any, what: str) -> None:
+        """Until the collective is done. Raises `Aborted`, or `RankLost` after a roll-call of the others."""
+        deadline = time.monotonic() + self._timeout + 1.0
+        while True:
+            if self._aborted.is_set():
+                self._retire(work)
+                raise Aborted(f"{self._label()}: aborted in {what}")
+            try:
+                work.wait(timedelta(seconds=WAKE_SECONDS))
+                return
+            except RuntimeError as error:
+                if not work.is_completed() and time.monotonic() < deadline:
+                    continue
+                self._fail(what, error)
+
+    def _fail(self, what: str, error: RuntimeError) -> None:
+        self._broken = True
+        timed_out = "timed out" in str(error).lower()
+        cause = f"timed out after {self._timeout:g} s" if timed_out else "the connection was closed"
+        missing = self._roster.call(what)
+        if missing is None:
+            own = self.numbers[self.rank]
+            raise RankLost(
+                f"{self._label()}: {what}: {cause}, and rank {own} cannot reach the store: it is cut off", ()
+            ) from error
+        missing = self._numbers(missing)
+        who = _ranks(missing) if missing else "no rank in particular (all have failed here)"
+        raise RankLost(f"{self._label()}: {what}: {cause}; missing: {who}", missing) from error
+
+    def subgroup(self, name: str, ranks: Sequence[int]) -> TorchTransport:
+        members = tuple(ranks)
+        spec = replace(self.spec, rank=members.index(self.rank), size=len(members))
+        key = f"{name}/{'-'.join(map(str, members))}"
+        store, label = dist.PrefixStore(key, self._store), f"{self.name}/{name}"
+        child = TorchTransport(store, spec, label, self._host, self._numbers(members))
+        self._children.append(child)
+        return child
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout = seconds
+        for child in self._children:
+            child.set_timeout(seconds)
+
+    def abort(self) -> None:
+        for child in self._children:
+            child.abort()
+        self._aborted.set()
+        self._group.abort()
+
+    def _retire(self, work: Any) -> None:
+        """Keep the group until its abandoned exchange has ended: its destructor would wait for that here."""
+        group = self._group
+
+        def drain() -> None:
+            try:
+                work.wait(timedelta(seconds=self._timeout + 1.0))
+            except RuntimeError:
+                pass
+            finally:
+                del_group = group  # the last reference ends in this thread
+                del del_group
+
+        threading.Thread(target=drain, name="coterie-retired-group", daemon=True).start()
+
+
+def _ranks(numbers: tuple[int, ...]) -> str:
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
