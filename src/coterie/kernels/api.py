@@ -249,6 +249,9 @@ class Kernels(Protocol):
     def regroup(self, received: NDArray[np.integer]) -> Regrouped:
         """Order for rows that arrived from R ranks with `received` [R, E] rows per (source, local expert)."""
 
+    def concat(self, parts: list[Array]) -> Array:
+        """Arrays end to end along the first axis."""
+
     def experts(self, rows: Array, counts: Array, gate_up: Bank, down: Bank) -> Array:
         """rows [M, H] sorted by expert, counts [E] -> [M, H]: down(silu(gate x) * up x) of each row's expert,
         unweighted. gate_up: E matrices [2I, H] in two segments, gate first; down: E matrices [H, I]."""

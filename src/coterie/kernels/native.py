@@ -297,6 +297,9 @@ class NativeKernels:
         inverse[order] = np.arange(len(order))
         return Regrouped(order, inverse, received.sum(0).astype(np.int64))
 
+    def concat(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate(parts)
+
     def experts(self, rows: Floats, counts: Integers, gate_up: _native.Bank, down: _native.Bank) -> Floats:
         rows = _floats(rows)
         out = np.empty((len(rows), down.rows), np.float32)

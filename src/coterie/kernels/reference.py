@@ -235,6 +235,9 @@ class ReferenceKernels:
         inverse[order] = torch.arange(len(order))
         return Regrouped(order, inverse, torch.from_numpy(received.sum(0)))
 
+    def concat(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
     def experts(self, rows: Tensor, counts: Tensor, gate_up: ReferenceBank, down: ReferenceBank) -> Tensor:
         outputs, start = [], 0
         inner = gate_up.values.shape[1] // 2

@@ -223,6 +223,9 @@ class TrainKernels:
             torch.from_numpy(order), torch.from_numpy(np.argsort(order)), torch.from_numpy(received.sum(0))
         )
 
+    def concat(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
     def experts(self, rows: Tensor, counts: Tensor, gate_up: Parameter, down: Parameter) -> Tensor:
         return GroupedExperts.apply(rows.to(self.compute), gate_up, down, counts.tolist())
 
