@@ -41,6 +41,7 @@ from coterie.server.errors import (
     error_response,
     internal_error,
 )
+from coterie.server.gathering import gathered
 from coterie.server.generation import Event, Generation
 from coterie.server.limits import KeyCheck, key_class, read_body
 from coterie.server.metrics import CONTENT_TYPE, CountAnswers
@@ -260,7 +261,7 @@ def _completion_endpoint(
             if decoded.stream:
                 first = await _first_news(generation, state.config.sse_ping_seconds)
                 return EventStream(generation, call.writer(), first, state.config.sse_ping_seconds)
-            whole = _json(call.answer(await _all_news(generation)))
+            whole = _json(await gathered(generation, call.gatherer()))
             whole.headers["x-request-id"] = call.envelope.id
         except BaseException:
             await generation.close()
@@ -278,13 +279,6 @@ async def _first_news(generation: Generation, patience: float) -> list[Event]:
         events = await generation.next_events(patience)
         if not events:
             break
-        found += events
-    return found
-
-
-async def _all_news(generation: Generation) -> list[Event]:
-    found: list[Event] = []
-    while (events := await generation.next_events()) is not None:
         found += events
     return found
 

@@ -6,6 +6,7 @@ Both forms are made from the same events, so they say the same. Not here: prompt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from msgspec import UNSET, Struct
@@ -29,6 +30,7 @@ from coterie.server.answers import (
 from coterie.server.errors import bad_request, not_supported
 from coterie.server.forcing import Opening, answer_grammar, special_in
 from coterie.server.formats import HERMES
+from coterie.server.gathering import Gatherer
 from coterie.server.generation import Event, PromptJob
 from coterie.server.logprobs import chat_logprobs
 from coterie.server.parsers import Parsed, ParseRules, start_of
@@ -44,9 +46,10 @@ from coterie.server.sampling import (
     truncated,
 )
 from coterie.server.state import ServedModel, ServerState
-from coterie.server.streaming import Envelope, StreamWriter, Tally, usage_wanted
+from coterie.server.streaming import Envelope, StreamWriter, usage_wanted
 from coterie.server.structured import Structure, wanted_structure
 from coterie.server.tools import ToolUse, tool_use
+from coterie.server.turns import EncodedList, pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,9 @@ class ChatCall:
         """For the streamed form."""
         return ChatWriter(self)
 
-    def answer(self, events: list[Event]) -> Struct:
-        """The whole form."""
-        return chat_completion(self, events)
+    def gatherer(self) -> Gatherer:
+        """For the whole form."""
+        return ChatGatherer(self)
 
 
 async def prepare_chat(
@@ -233,45 +236,57 @@ class _Choice:
 
     reader: ChoiceReader
     found: Parsed = field(default_factory=Parsed)
-    logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
+    logprobs: EncodedList = field(default_factory=EncodedList)
     end: ChoiceDelta | None = None
 
 
-def chat_completion(call: ChatCall, events: list[Event]) -> ChatCompletion:
-    """The whole answer from all events of a finished run."""
-    tally = Tally(len(call.job.token_ids))
-    choices = [_Choice(call.reader()) for _ in range(call.job.params.n)]
-    for event in events:
-        tally.add(event)
-        if isinstance(event.value, ChoiceDelta):
-            choice = choices[event.value.index]
-            choice.found = choice.found.joined(choice.reader.read(event.value))
-            choice.logprobs.extend(event.value.logprobs or ())
-            if event.value.finish_reason is not None:
-                choice.end = event.value
-    tally.reasoning = sum(choice.reader.reasoning_tokens for choice in choices)
-    envelope = call.envelope
-    return ChatCompletion(
-        id=envelope.id,
-        created=envelope.created,
-        model=envelope.model,
-        choices=[_finished(call, i, choice) for i, choice in enumerate(choices)],
-        usage=tally.usage(),
-        system_fingerprint=envelope.fingerprint,
-        service_tier=envelope.service_tier,
-    )
+class ChatGatherer(Gatherer):
+    """Gathers the whole answer."""
 
+    def __init__(self, call: ChatCall) -> None:
+        super().__init__(len(call.job.token_ids))
+        self._call = call
+        self._choices = [_Choice(call.reader()) for _ in range(call.job.params.n)]
 
-def _finished(call: ChatCall, index: int, choice: _Choice) -> ChatChoice:
-    finish_reason = choice.reader.finish_reason
-    assert choice.end is not None and finish_reason is not None, "the run ended before this choice did"
-    return ChatChoice(
-        index=index,
-        message=_message(choice.found),
-        logprobs=None if call.num_top is None else chat_logprobs(call.model.tokenizer, choice.logprobs, call.num_top),
-        finish_reason=finish_reason,
-        stop_reason=choice.end.stop_reason,
-    )
+    def take(self, event: Event) -> Iterator[int]:
+        """Read a choice's delta and encode its log-probabilities."""
+        delta = event.value
+        if not isinstance(delta, ChoiceDelta):
+            return
+        choice = self._choices[delta.index]
+        choice.found = choice.found.joined(choice.reader.read(delta))
+        if delta.finish_reason is not None:
+            choice.end = delta
+        yield len(delta.text)
+        if self._call.num_top is not None:
+            for some in pieces(delta.logprobs or ()):
+                made = chat_logprobs(self._call.model.tokenizer, some, self._call.num_top)
+                yield choice.logprobs.extend(made.content)
+
+    def answer(self) -> ChatCompletion:
+        """All choices."""
+        self.tally.reasoning = sum(choice.reader.reasoning_tokens for choice in self._choices)
+        envelope = self._call.envelope
+        return ChatCompletion(
+            id=envelope.id,
+            created=envelope.created,
+            model=envelope.model,
+            choices=[self._finished(i, choice) for i, choice in enumerate(self._choices)],
+            usage=self.tally.usage(),
+            system_fingerprint=envelope.fingerprint,
+            service_tier=envelope.service_tier,
+        )
+
+    def _finished(self, index: int, choice: _Choice) -> ChatChoice:
+        finish_reason = choice.reader.finish_reason
+        assert choice.end is not None and finish_reason is not None, "the run ended before this choice did"
+        return ChatChoice(
+            index=index,
+            message=_message(choice.found),
+            logprobs=None if self._call.num_top is None else ChatLogprobs(choice.logprobs.json),
+            finish_reason=finish_reason,
+            stop_reason=choice.end.stop_reason,
+        )
 
 
 def _message(found: Parsed) -> AssistantMessage:

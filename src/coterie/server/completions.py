@@ -6,15 +6,17 @@ here: prompts (`server.prompts`), the run (`server.generation`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from msgspec import UNSET, Struct, UnsetType
 
 from coterie.engine.output import ChoiceDelta, PromptInfo
-from coterie.server.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprob, Usage
+from coterie.server.answers import Completion, CompletionChoice, PromptLogprob, Usage
 from coterie.server.errors import not_supported
+from coterie.server.gathering import Gatherer
 from coterie.server.generation import Event, PromptJob
-from coterie.server.logprobs import CompletionLogprobsWriter, prompt_logprobs
+from coterie.server.logprobs import CompletionLogprobsWriter, LogprobColumns, prompt_logprobs
 from coterie.server.prompts import EncodedPrompt, echo_text, encode_prompts
 from coterie.server.protocol import CompletionRequest
 from coterie.server.sampling import (
@@ -26,8 +28,9 @@ from coterie.server.sampling import (
     truncated,
 )
 from coterie.server.state import ServedModel, ServerState
-from coterie.server.streaming import Envelope, StreamWriter, Tally, usage_wanted
+from coterie.server.streaming import Envelope, StreamWriter, usage_wanted
 from coterie.server.structured import Structure, wanted_structure
+from coterie.server.turns import EncodedList, pieces
 
 DEFAULT_MAX_TOKENS = 16
 _Scores = list[dict[str, PromptLogprob] | None] | UnsetType
@@ -63,9 +66,9 @@ class CompletionCall:
         """For the streamed form."""
         return CompletionWriter(self)
 
-    def answer(self, events: list[Event]) -> Struct:
-        """The whole form."""
-        return completion(self, events)
+    def gatherer(self) -> Gatherer:
+        """For the whole form."""
+        return CompletionGatherer(self)
 
 
 async def prepare_completions(state: ServerState, model: ServedModel, request: CompletionRequest) -> CompletionCall:
@@ -120,20 +123,20 @@ class _Texts:
         """Position among all choices of the request."""
         return prompt * self._call.jobs[prompt].params.n + index
 
-    def echoes(self, prompt: int, info: PromptInfo) -> list[CompletionChoice]:
-        """The echo of each choice of a prompt; nothing if none was asked for."""
-        job = self._call.jobs[prompt]
-        if not self._call.echo:
-            return []
-        found = []
+    def echo(self, prompt: int, info: PromptInfo) -> Iterator[int | LogprobColumns]:
+        """Make the log-probabilities of a prompt, for each of its choices to begin with: numbers of bytes while they
+        grow, then all of them."""
+        job, columns = self._call.jobs[prompt], LogprobColumns()
+        writer = CompletionLogprobsWriter(self._call.model.tokenizer, self._call.num_top or 0)
+        positions = info.prompt_logprobs or [None] * len(job.token_ids)
+        text = job.text
+        for some in pieces(range(len(job.token_ids))):
+            ids = [job.token_ids[i] for i in some]
+            yield columns.add(writer.write(ids, [positions[i] for i in some], text))
+            text = ""
         for i in range(job.params.n):
-            index = self.choice_index(prompt, i)
-            logprobs = None
-            if self._call.num_top is not None:
-                positions = info.prompt_logprobs or [None] * len(job.token_ids)
-                logprobs = self._writer(index).write(job.token_ids, positions, job.text)
-            found.append(CompletionChoice(index=index, text=job.text, logprobs=logprobs))
-        return found
+            self._writers[self.choice_index(prompt, i)] = writer.copy()
+        yield columns
 
     def piece(self, prompt: int, delta: ChoiceDelta) -> CompletionChoice:
         """A delta of a choice."""
@@ -169,12 +172,23 @@ class CompletionWriter(StreamWriter):
 
     def __init__(self, call: CompletionCall) -> None:
         super().__init__(call.envelope, sum(len(job.token_ids) for job in call.jobs))
-        self._texts = _Texts(call)
+        self._call, self._texts = call, _Texts(call)
         self._shows_ids = bool(call.request.return_token_ids)
 
-    def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
+    def prompt(self, index: int, info: PromptInfo) -> Iterator[Struct | None]:
         """The echo."""
-        return [self._chunk(choice) for choice in self._texts.echoes(index, info)]
+        job, logprobs = self._call.jobs[index], None
+        if not self._call.echo:
+            return
+        if self._call.num_top is not None:
+            for made in self._texts.echo(index, info):
+                if isinstance(made, LogprobColumns):
+                    logprobs = made.whole()
+                else:
+                    yield None
+        for i in range(job.params.n):
+            place = self._texts.choice_index(index, i)
+            yield self._chunk(CompletionChoice(index=place, text=job.text, logprobs=logprobs))
 
     def plain(self, index: int, delta: ChoiceDelta) -> bytes | None:
         """Text alone."""
@@ -204,68 +218,77 @@ class _Choice:
     """A choice while it is gathered."""
 
     text: list[str] = field(default_factory=list)
-    logprobs: list[CompletionLogprobs] = field(default_factory=list)
+    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def add(self, piece: CompletionChoice) -> None:
+    def add(self, piece: CompletionChoice) -> int:
         self.text.append(piece.text)
-        if piece.logprobs is not None:
-            self.logprobs.append(piece.logprobs)
         if piece.token_ids is not UNSET:
             self.token_ids += piece.token_ids
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        return 0 if piece.logprobs is None else self.logprobs.add(piece.logprobs)
 
 
-def completion(call: CompletionCall, events: list[Event]) -> Completion:
-    """The whole answer from all events of a finished run."""
-    tally = Tally(sum(len(job.token_ids) for job in call.jobs))
-    texts = _Texts(call)
-    choices = [_Choice() for job in call.jobs for _ in range(job.params.n)]
-    scores: dict[int, _Scores] = {}
-    for event in events:
-        tally.add(event)
+class CompletionGatherer(Gatherer):
+    """Gathers the whole answer."""
+
+    def __init__(self, call: CompletionCall) -> None:
+        super().__init__(sum(len(job.token_ids) for job in call.jobs))
+        self._call, self._texts = call, _Texts(call)
+        self._choices = [_Choice() for job in call.jobs for _ in range(job.params.n)]
+        self._scores: dict[int, _Scores] = {}
+
+    def take(self, event: Event) -> Iterator[int]:
+        """Add a piece to a choice, or the echo to all choices of a prompt."""
         value = event.value
         if isinstance(value, PromptInfo):
-            pieces = texts.echoes(event.prompt, value)
-            scores[event.prompt] = _scores(call, value)
+            yield from self._prompt(event.prompt, value)
         else:
-            pieces = [texts.piece(event.prompt, value)]
-        for piece in pieces:
-            choices[piece.index].add(piece)
-    n = len(choices) // len(call.jobs)
-    finished = [
-        CompletionChoice(
-            index=i,
-            text="".join(choice.text),
-            logprobs=None if call.num_top is None else _joined(choice.logprobs),
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
-            prompt_logprobs=scores[i // n],
-            prompt_token_ids=call.jobs[i // n].token_ids if call.request.return_token_ids else UNSET,
-            token_ids=choice.token_ids if call.request.return_token_ids else UNSET,
-        )
-        for i, choice in enumerate(choices)
-    ]
-    return _make(call.envelope, finished, tally.usage())
+            piece = self._texts.piece(event.prompt, value)
+            yield self._choices[piece.index].add(piece)
 
+    def answer(self) -> Completion:
+        """All choices."""
+        call = self._call
+        n = len(self._choices) // len(call.jobs)
+        finished = [
+            CompletionChoice(
+                index=i,
+                text="".join(choice.text),
+                logprobs=None if call.num_top is None else choice.logprobs.whole(),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                prompt_logprobs=self._scores[i // n],
+                prompt_token_ids=call.jobs[i // n].token_ids if call.request.return_token_ids else UNSET,
+                token_ids=choice.token_ids if call.request.return_token_ids else UNSET,
+            )
+            for i, choice in enumerate(self._choices)
+        ]
+        return _make(call.envelope, finished, self.tally.usage())
 
-def _scores(call: CompletionCall, info: PromptInfo) -> _Scores:
-    wanted = call.request.prompt_logprobs
-    if wanted is None or info.prompt_logprobs is None:
-        return UNSET
-    return prompt_logprobs(call.model.tokenizer, info.prompt_logprobs, wanted)
-
-
-def _joined(parts: list[CompletionLogprobs]) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        tokens=[token for part in parts for token in part.tokens],
-        token_logprobs=[value for part in parts for value in part.token_logprobs],
-        top_logprobs=[best for part in parts for best in part.top_logprobs],
-        text_offset=[offset for part in parts for offset in part.text_offset],
-    )
+    def _prompt(self, prompt: int, info: PromptInfo) -> Iterator[int]:
+        call, job = self._call, self._call.jobs[prompt]
+        self._scores[prompt] = UNSET
+        if call.request.prompt_logprobs is not None and info.prompt_logprobs is not None:
+            scores = EncodedList()
+            for some in pieces(info.prompt_logprobs):
+                yield scores.extend(prompt_logprobs(call.model.tokenizer, some, call.request.prompt_logprobs))
+            self._scores[prompt] = scores.json
+        if not call.echo:
+            return
+        choices = [self._choices[self._texts.choice_index(prompt, i)] for i in range(job.params.n)]
+        if call.num_top is not None:
+            for made in self._texts.echo(prompt, info):
+                if isinstance(made, int):
+                    yield made
+                else:
+                    for choice in choices:
+                        choice.logprobs = made.copy()
+        for choice in choices:
+            choice.text.append(job.text)
 
 
 def _make(envelope: Envelope, choices: list[CompletionChoice], usage: object = UNSET) -> Completion:

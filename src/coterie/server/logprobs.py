@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from coterie.engine.messages import TokenLogprob
 from coterie.server.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptLogprob, TopLogprob
+from coterie.server.turns import EncodedList
 
 if TYPE_CHECKING:
     from coterie.engine.tokenizer import Tokenizer
@@ -62,6 +64,39 @@ def _entry(tokenizer: Tokenizer | None, item: TokenLogprob) -> TopLogprob:
     return TopLogprob(spelled.decode("utf-8", "replace"), item.logprob, list(spelled))
 
 
+@dataclass(slots=True)
+class LogprobColumns:
+    """The completions shape of a whole choice, encoded as it grows."""
+
+    tokens: EncodedList = field(default_factory=EncodedList)
+    token_logprobs: EncodedList = field(default_factory=EncodedList)
+    top_logprobs: EncodedList = field(default_factory=EncodedList)
+    text_offset: EncodedList = field(default_factory=EncodedList)
+
+    def add(self, part: CompletionLogprobs) -> int:
+        """Add entries; returns the bytes of their JSON."""
+        return (
+            self.tokens.extend(part.tokens)
+            + self.token_logprobs.extend(part.token_logprobs)
+            + self.top_logprobs.extend(part.top_logprobs)
+            + self.text_offset.extend(part.text_offset)
+        )
+
+    def copy(self) -> LogprobColumns:
+        """Columns that begin with the same entries."""
+        columns = (self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset)
+        return LogprobColumns(*(column.copy() for column in columns))
+
+    def whole(self) -> CompletionLogprobs:
+        """All entries, to be encoded."""
+        return CompletionLogprobs(
+            tokens=self.tokens.json,
+            token_logprobs=self.token_logprobs.json,
+            top_logprobs=self.top_logprobs.json,
+            text_offset=self.text_offset.json,
+        )
+
+
 class CompletionLogprobsWriter:
     """The completions shape of one choice, whose text offsets run on from call to call."""
 
@@ -70,6 +105,13 @@ class CompletionLogprobsWriter:
         self._num_top = num_top
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def copy(self) -> CompletionLogprobsWriter:
+        """One that goes on from here."""
+        found = CompletionLogprobsWriter(self._tokenizer, self._num_top)
+        found._offset = self._offset
+        found._decoder.setstate(self._decoder.getstate())
+        return found
 
     def write(
         self, token_ids: Sequence[int], positions: Sequence[Position | None], text: str = ""

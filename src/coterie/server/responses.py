@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ from msgspec import Struct
 
 from coterie.engine.output import ChoiceDelta, PromptInfo
 from coterie.server.answers import ChatChunk, ChatDelta, ChatLogprobs, ErrorDetail, Usage
-from coterie.server.chat import ChatCall, ChatWriter, chat_completion, prepare_chat
+from coterie.server.chat import ChatCall, ChatGatherer, ChatWriter, prepare_chat
 from coterie.server.errors import ApiError, Fault, bad_request, not_supported
+from coterie.server.gathering import Gatherer
 from coterie.server.generation import Event, PromptJob
 from coterie.server.protocol import (
     ChatRequest,
@@ -59,6 +60,7 @@ from coterie.server.responses_protocol import (
 )
 from coterie.server.state import ServedModel, ServerState
 from coterie.server.streaming import Envelope, StreamWriter, frame
+from coterie.server.turns import EncodedList
 
 LOGPROBS = "message.output_text.logprobs"
 """In `include`, it asks for log-probabilities; so does a number of `top_logprobs`."""
@@ -96,9 +98,9 @@ class ResponsesCall:
         """For the streamed form."""
         return ResponsesWriter(self)
 
-    def answer(self, events: list[Event]) -> Struct:
-        """The whole form."""
-        return finished_response(self, events)
+    def gatherer(self) -> Gatherer:
+        """For the whole form."""
+        return ResponsesGatherer(self)
 
 
 async def prepare_responses(state: ServerState, model: ServedModel, request: ResponsesRequest) -> ResponsesCall:
@@ -219,21 +221,33 @@ def _in_our_words(fault: Fault, places: Sequence[str]) -> Fault:
     return replace(fault, param=param, message=_CHAT_NAME.sub(name, fault.message))
 
 
-def finished_response(call: ResponsesCall, events: list[Event]) -> ResponseBody:
-    """The whole answer from all events of a finished run: thoughts, the message, calls, as far as there are any."""
-    answer = chat_completion(call.chat, events)
-    choice = answer.choices[0]
-    message, status = choice.message, _Ended(choice.finish_reason).status
-    items = _Items(call)
-    if message.reasoning_content:
-        ends = not message.content and not message.tool_calls
-        items.add(items.reasoning(message.reasoning_content, status if ends else "completed"))
-    if message.content or not (message.reasoning_content or message.tool_calls):
-        part = OutputText(text=message.content or "", logprobs=_logprobs(choice.logprobs))
-        items.add(items.message([part], status))
-    for made in message.tool_calls or ():
-        items.add(items.call(made.id, made.function.name, made.function.arguments))
-    return _body(call, status, items.done, answer.usage)
+class ResponsesGatherer(Gatherer):
+    """Gathers the whole answer: thoughts, the message, calls, as far as there are any."""
+
+    def __init__(self, call: ResponsesCall) -> None:
+        super().__init__(len(call.chat.job.token_ids))
+        self._response, self._chat = call, ChatGatherer(call.chat)
+
+    def take(self, event: Event) -> Iterator[int]:
+        """The chat's."""
+        self._chat.tally.add(event)
+        return self._chat.take(event)
+
+    def answer(self) -> ResponseBody:
+        """The chat's only choice as items."""
+        answer = self._chat.answer()
+        choice = answer.choices[0]
+        message, status = choice.message, _Ended(choice.finish_reason).status
+        items = _Items(self._response)
+        if message.reasoning_content:
+            ends = not message.content and not message.tool_calls
+            items.add(items.reasoning(message.reasoning_content, status if ends else "completed"))
+        if message.content or not (message.reasoning_content or message.tool_calls):
+            logprobs: Any = [] if choice.logprobs is None else choice.logprobs.content
+            items.add(items.message([OutputText(text=message.content or "", logprobs=logprobs)], status))
+        for made in message.tool_calls or ():
+            items.add(items.call(made.id, made.function.name, made.function.arguments))
+        return _body(self._response, status, items.done, answer.usage)
 
 
 class _Items:
@@ -341,7 +355,7 @@ class ResponsesWriter(StreamWriter):
         self._call_id = self._name = ""
         self._number = 0
         self._text: list[str] = []
-        self._logprobs: list[OutputLogprob] = []
+        self._logprobs = EncodedList()
         self._finish_reason = ""
 
     def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
@@ -402,7 +416,7 @@ class ResponsesWriter(StreamWriter):
         elif delta.content or (logprobs and not delta.tool_calls):
             found += self._begin("message")
             self._text.append(delta.content or "")
-            self._logprobs += logprobs
+            self._logprobs.extend(logprobs)
             found.append(self._inside(TextDeltaEvent, delta=delta.content or "", logprobs=logprobs))
         for made in delta.tool_calls or ():
             if made.id:
@@ -445,14 +459,14 @@ class ResponsesWriter(StreamWriter):
         part: OutputText | ReasoningText = ReasoningText(text=text)
         item: OutputItem = self._items.reasoning(text, status)
         if self._open == "message":
-            part = OutputText(text=text, logprobs=self._logprobs)
+            part = OutputText(text=text, logprobs=self._logprobs.json)
             item = self._items.message([part], status)
-            ended = self._inside(TextDoneEvent, text=text, logprobs=self._logprobs)
+            ended = self._inside(TextDoneEvent, text=text, logprobs=self._logprobs.json)
         else:
             ended = self._inside(ReasoningDoneEvent, text=text)
         found = [ended, self._part("done", part), self._item("done", item)]
         self._items.add(item)
-        self._open, self._text, self._logprobs = None, [], []
+        self._open, self._text, self._logprobs = None, [], EncodedList()
         return found
 
     def _item(self, news: str, item: OutputItem) -> Struct:

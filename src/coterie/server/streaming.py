@@ -7,7 +7,7 @@ without news the headers go out and comments keep proxies from closing. A failur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,6 +20,7 @@ from coterie.server.answers import CompletionTokensDetails, PromptTokensDetails,
 from coterie.server.errors import ApiError, ClientGone, Fault
 from coterie.server.generation import Event, Generation
 from coterie.server.protocol import SamplingFields
+from coterie.server.turns import PIECE_BYTES, Turn
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -82,8 +83,8 @@ class StreamWriter:
         self.tally = Tally(prompt_tokens)
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
-        """Chunks that open the choices of a prompt."""
+    def prompt(self, index: int, info: PromptInfo) -> Iterable[Struct | None]:
+        """Chunks that open the choices of a prompt; None after a piece of the work towards a big one."""
         raise NotImplementedError
 
     def delta(self, index: int, delta: ChoiceDelta) -> list[Struct]:
@@ -115,19 +116,18 @@ class StreamWriter:
             around = self._around[index] = (before, after)
         return around[0] + _ENCODER.encode(text) + around[1]
 
-    def write(self, events: Sequence[Event]) -> bytes:
-        """Events as server-sent events."""
-        frames: list[bytes] = []
+    def write(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Events as server-sent events; empty after a piece of the work towards a big one."""
         for event in events:
             self.tally.add(event)
             value = event.value
             if isinstance(value, PromptInfo):
-                frames.extend(map(self.frame, self.prompt(event.prompt, value)))
+                for chunk in self.prompt(event.prompt, value):
+                    yield b"" if chunk is None else self.frame(chunk)
             elif (made := self.plain(event.prompt, value)) is not None:
-                frames.append(made)
+                yield made
             else:
-                frames.extend(map(self.frame, self.delta(event.prompt, value)))
-        return b"".join(frames)
+                yield from map(self.frame, self.delta(event.prompt, value))
 
     def end(self) -> bytes:
         """What follows the last news."""
@@ -172,10 +172,9 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             events: list[Event] | None = self._first
+            turn = Turn()
             while events is not None:
-                data = self._writer.write(events) or (b"" if events else PING)
-                if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                await self._send(events, turn, send)
                 events = await self._generation.next_events(self._ping_seconds)
             await send({"type": "http.response.body", "body": self._writer.end(), "more_body": False})
         except ApiError as error:
@@ -185,3 +184,19 @@ class EventStream(Response):
             pass
         finally:
             await self._generation.close()
+
+    async def _send(self, events: list[Event], turn: Turn, send: Send) -> None:
+        """Send what came together as one body, unless it is so much that others would wait for it."""
+        frames: list[bytes] = [] if events else [PING]
+        for frame in self._writer.write(events):
+            frames.append(frame)
+            if turn.spend(len(frame) or PIECE_BYTES):
+                await _send_body(frames, send)
+                frames.clear()
+                await turn.give()
+        await _send_body(frames, send)
+
+
+async def _send_body(frames: list[bytes], send: Send) -> None:
+    if data := b"".join(frames):
+        await send({"type": "http.response.body", "body": data, "more_body": True})
