@@ -7,6 +7,7 @@ World size one is the same code: its own part completes the exchange.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,14 +48,20 @@ class _LocalHandle:
     received: tuple[int, ...] | None
     out: NDArray[Any] | None
     taken: bool = False
+    begun_ns: int = field(default_factory=time.monotonic_ns)
+    ended_ns: int = 0
 
     def ready(self) -> bool:
         return self.transport._group.aborted or len(self.exchange.parts) == self.transport.size
 
-    def result(self) -> NDArray[Any]:
+    def wait(self) -> None:
         if self.transport._group.aborted:
             raise Aborted("the local group was aborted")
         assert self.ready(), "result() before every rank has entered the exchange"
+        self.ended_ns = self.ended_ns or time.monotonic_ns()
+
+    def result(self) -> NDArray[Any]:
+        self.wait()
         assert not self.taken, "a result is taken once"
         self.taken = True
         parts = [self.exchange.parts[source] for source in range(self.transport.size)]

@@ -121,21 +121,36 @@ class _TorchHandle:
     def __init__(self, transport: TorchTransport, kept: tuple[Any, ...], finish: Callable[[], Any], what: str) -> None:
         self._transport, self._kept, self._finish, self._what = transport, kept, finish, what
         self._number = transport.exchanges
+        self.begun_ns, self.ended_ns = time.monotonic_ns(), 0
+        if transport.stamp_ends:
+            kept[0].get_future().add_done_callback(self._stamp)
+
+    def _stamp(self, future: Any) -> None:
+        """On a thread of the group, at the moment of completion."""
+        self.ended_ns = time.monotonic_ns()
 
     def ready(self) -> bool:
         return True
 
-    def result(self) -> Any:
+    def wait(self) -> None:
         work = self._kept[0]
         assert work is not None, "a result is taken once"
         self._transport.wait(work, f"exchange {self._number} ({self._what})")
+        self.ended_ns = self.ended_ns or time.monotonic_ns()
+
+    def result(self) -> Any:
+        self.wait()
         result = self._finish()
         self._kept = (None,)
         return result
 
 
 class TorchTransport:
-    """One rank of a process group. `exchanges` counts those entered; `numbers` are its ranks' numbers in the world."""
+    """One rank of a process group. `exchanges` counts those entered; `numbers` are its ranks' numbers in the world.
+
+    `stamp_ends`: handles note when an exchange was complete, not when somebody had waited for it (for traces; a call on
+    the group's thread for each).
+    """
 
     def __init__(
         self, store: dist.Store, spec: GroupSpec, name: str, host: str, numbers: tuple[int, ...] | None = None
@@ -144,6 +159,7 @@ class TorchTransport:
         self.numbers = tuple(range(spec.size)) if numbers is None else numbers
         self.bytes_to: Int64 = np.zeros(spec.size, np.int64)
         self.exchanges = 0
+        self.stamp_ends = False
         self._store, self._host, self._timeout = store, host, spec.timeout
         self._aborted, self._broken = threading.Event(), False
         self._children: list[TorchTransport] = []

@@ -9,6 +9,7 @@ arrays of any type and travel as bytes. `comm.local` is N ranks in one process, 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -44,11 +45,19 @@ class CountMismatch(TransportError):
 class Handle(Protocol):
     """A pending exchange."""
 
+    begun_ns: int
+    ended_ns: int
+    """When it was posted and when it was complete (monotonic clock); the latter 0 until then, and not later than the
+    end of `wait` once that has returned."""
+
     def ready(self) -> bool:
         """Whether `result` may be called: always true where it can block, so that every rank goes the same way."""
 
+    def wait(self) -> None:
+        """Block until it is complete. Raises `TransportError`."""
+
     def result(self) -> Any:
-        """What arrived; valid once. Raises `TransportError`."""
+        """What arrived, waited for; valid once. Raises `TransportError`."""
 
 
 class Transport(Protocol):
@@ -85,9 +94,13 @@ class Done:
 
     def __init__(self, value: Any) -> None:
         self._value = value
+        self.begun_ns = self.ended_ns = time.monotonic_ns()
 
     def ready(self) -> bool:
         return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
 
     def result(self) -> Any:
         return self._value

@@ -50,6 +50,7 @@ class DecoderLayer:
     ffn: Experts | MoELayer
     eps: float
     runtime: Runtime
+    index: int
 
     def stages(
         self, delta: Array, residual: Array | None, batch: Prepared, cache: LayerCache
@@ -58,12 +59,12 @@ class DecoderLayer:
         kernels, entry = self.runtime.kernels, BlockInput(delta, residual, self.attention_norm, self.eps)
         delta, residual = self.attention.block(entry, batch, cache)
         x, residual = kernels.add_norm(delta, residual, self.ffn_norm, self.eps)
-        self.runtime.timer.lap("attention")
+        self.runtime.timer.lap("attention", self.index)
         if isinstance(self.ffn, MoELayer):
             delta = yield from self.ffn.stages(x, batch)
         else:
             delta = self.ffn.forward(x, batch.ones_counts)
-            self.runtime.timer.lap("experts")
+            self.runtime.timer.lap("experts", self.index)
         return delta, residual
 
 
@@ -118,6 +119,7 @@ class LayerBuilder:
             self._ffn(f"{key}.ffn", index, layer.ffn),
             self.spec.norm_eps,
             self.runtime,
+            index,
         )
 
     def _rope(self, rope: RopeSpec) -> Array:

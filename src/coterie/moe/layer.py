@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from coterie.comm.transport import Handle
 from coterie.kernels.api import Array, Bank, Kernels, Prepared
@@ -12,6 +13,8 @@ from coterie.moe.experts import Experts, FusedExperts
 from coterie.moe.router import Router
 from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +38,36 @@ class MoELayer:
     def stages(self, x: Array, batch: Prepared) -> Generator[Handle, None, Array]:
         """x [T, H] -> [T, H]; yields where communication would be waited for."""
         routed = self.router.route(x)
-        self.timer.lap("router")
+        self.timer.lap("router", self.layer)
         if self.fused is not None:
             hidden, counts = self.fused.forward(x, routed)
             if self.load is not None:
                 self.load.record(self.layer, counts)
-            self.timer.lap("experts")
+            self.timer.lap("experts", self.layer)
             return hidden
-        dispatched = yield from self.dispatcher.dispatch(x, routed)
+        dispatched = yield from self._watch("dispatch", self.dispatcher.dispatch(x, routed))
         if self.load is not None:
             self.load.record(self.layer, dispatched.sorted.counts)
-        self.timer.lap("dispatch")
+        self.timer.lap("dispatch", self.layer)
         shared = self._shared(x, batch)
         outputs = self.experts.forward(dispatched.rows, dispatched.counts)
-        self.timer.lap("experts")
-        hidden = yield from self.dispatcher.combine(outputs, dispatched, routed, shared)
-        self.timer.lap("combine")
+        self.timer.lap("experts", self.layer)
+        hidden = yield from self._watch("combine", self.dispatcher.combine(outputs, dispatched, routed, shared))
+        self.timer.lap("combine", self.layer)
         return hidden
+
+    def _watch(self, stage: str, exchanging: Generator[Handle, None, T]) -> Generator[Handle, None, T]:
+        """The same generator, with its work, its waiting and its exchanges timed apart."""
+        while True:
+            try:
+                handle = next(exchanging)
+            except StopIteration as end:
+                return end.value
+            self.timer.lap(stage, self.layer)
+            yield handle
+            handle.wait()
+            self.timer.lap("wait", self.layer)
+            self.timer.exchanged(stage, self.layer, handle.begun_ns, handle.ended_ns)
 
     def _shared(self, x: Array, batch: Prepared) -> Array | None:
         if self.shared is None:
