@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from test_expert_parallel import HIDDEN, embedding, make_kernels, make_layer
 
@@ -38,5 +40,5 @@ def test_exchanges_lie_beside_the_laps_of_both_micro_batches() -> None:
             assert laps.index("router") < laps.index("dispatch") < laps.index("experts") < len(laps) - 1
             assert laps[-1] == "combine"
         compute = [span for span in spans if span.track == "compute"]
-        assert all(a.end_ns <= b.begin_ns for a, b in zip(compute, compute[1:], strict=False)), "laps follow each other"
+        assert all(a.end_ns <= b.begin_ns for a, b in itertools.pairwise(compute)), "laps follow each other"
         assert coverage(spans).comm_ns > 0
