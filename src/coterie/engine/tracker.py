@@ -23,11 +23,14 @@ from coterie.engine.errors import EngineBusy, InvalidRequest
 from coterie.engine.messages import Abort, Add, FinishReason, Output, SamplingParams, ServiceClass, Stats
 from coterie.engine.output import ChoiceDelta, Completion, PromptInfo, RequestOutput, RequestTimes
 from coterie.engine.queue_door import Needs
+from coterie.engine.row_times import Run
 from coterie.engine.tokenizer import Tokenizer
 from coterie.observe.requests import RequestObserver, RequestSummary
 
 News = PromptInfo | ChoiceDelta
 
+_MARK_TOKENS = 64
+"""The end of a prompt, by which a refused request is known again."""
 _SEVERITY: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
 
@@ -75,6 +78,7 @@ class _Choice:
     request: TrackedRequest
     index: int
     text: ChoiceText
+    run: Run
     num_tokens: int = 0
     last_token: float | None = None
     finish_reason: FinishReason | None = None
@@ -124,7 +128,9 @@ class Tracker:
         service_class = service_class or self.door.service.default_class
         rank = self._queue.table.rank(service_class)
         now = time.monotonic()
-        needs = Needs(params.n, len(prompt), params.n * self._asked(params, len(prompt)))
+        asked = params.n * self._asked(params, len(prompt))
+        mark = hash((params.n, asked, len(prompt), *prompt[-_MARK_TOKENS:]))
+        needs = Needs(params.n, len(prompt), asked, mark)
         try:
             self._queue.check(rank, needs, now)
         except EngineBusy:
@@ -135,14 +141,13 @@ class Tracker:
         params = msgspec.structs.replace(params, seed=seed)
         request = TrackedRequest(request_id, prompt, params, now, rank)
         adds = []
-        for index in range(params.n):
-            choice = _Choice(request, index, ChoiceText(self._tokenizer, params))
+        for index, run in enumerate(self._queue.enter(rank, needs)):
+            choice = _Choice(request, index, ChoiceText(self._tokenizer, params), run)
             request.choices.append(choice)
             self._sequences[choice.sequence_id] = choice
             one = params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
             adds.append(Add(choice.sequence_id, prompt, one, now, index, want_logits and index == 0, service_class))
         self._requests[request_id] = request
-        self._queue.backlogs[rank].enter(needs)
         self.observer.queued(len(prompt))
         return request, adds
 
@@ -198,6 +203,9 @@ class Tracker:
         if request.first_token is None:
             request.first_token = now
             self.observer.first_token(now - request.arrival)
+        if not choice.run.tokens:
+            self._queue.begin(request.rank, choice.run, now)
+        choice.run.tokens += count
         if choice.last_token is not None:
             self.observer.token_gap(now - choice.last_token, count)
         choice.last_token = now
@@ -212,23 +220,21 @@ class Tracker:
             request.early.append(delta)
 
     def _open(self, request: TrackedRequest, info: PromptInfo) -> None:
-        self._queue.backlogs[request.rank].prompt -= len(request.prompt_token_ids)
         request.num_cached_tokens = info.num_cached_tokens
+        self._queue.opened(request.rank, len(request.prompt_token_ids), info.num_cached_tokens, request.prefill_seconds)
         request.news.append(info)
         request.news.extend(request.early or ())
         request.early = None
 
     def note_pace(self, stats: Stats) -> None:
-        """Take the engine's measured rates, on which refusals for a deadline rest."""
-        self._queue.prefill_rate, self._queue.step_seconds = stats.prefill_rate, stats.step_seconds
+        """Take the engine's measured rates, on which refusals and their times rest."""
+        self._queue.note_stats(stats)
 
     def _end(self, choice: _Choice, reason: FinishReason, when: float) -> None:
         choice.finish_reason = reason
         del self._sequences[choice.sequence_id]
         request = choice.request
-        backlog = self._queue.backlogs[request.rank]
-        backlog.sequences -= 1
-        backlog.asked -= self._asked(request.params, len(request.prompt_token_ids))
+        self._queue.end(request.rank, choice.run, when, by_itself=reason == "stop")
         if all(other.finish_reason is not None for other in request.choices):
             if request.early is not None:
                 self._open(request, PromptInfo())
@@ -240,9 +246,6 @@ class Tracker:
         seconds = request.finished - request.arrival
         reasons = [choice.finish_reason or "abort" for choice in request.choices]
         reason: Literal["stop", "length", "abort", "error"] = max(reasons, key=_SEVERITY.index)
-        if reason in ("stop", "length"):
-            asked = self._asked(request.params, len(request.prompt_token_ids))
-            self._queue.note_run(seconds - (request.queue_seconds or 0.0), asked, when)
         self.observer.finished(
             RequestSummary(
                 reason=reason,
