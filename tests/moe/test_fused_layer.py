@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coterie.comm.local import LocalTransport
 from coterie.kernels import _native
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
@@ -41,9 +40,8 @@ def make_layer(kernels, format: WeightFormat, *, shared: bool, gated: bool) -> M
     experts = Experts(bank(EXPERTS, 2 * INNER, HIDDEN, segments=2), bank(EXPERTS, HIDDEN, INNER), kernels)
     own = Experts(bank(1, 2 * SHARED, HIDDEN, segments=2), bank(1, HIDDEN, SHARED), kernels) if shared else None
     gate = bank(1, 1, HIDDEN, F32) if gated else None
-    transport = LocalTransport()
     return MoELayer(
-        0, router, Dispatcher(EXPERTS, transport, kernels), experts, own, gate, kernels, StageTimer(),
+        0, router, Dispatcher(EXPERTS, kernels), experts, own, gate, kernels, StageTimer(),
         ExpertLoad([0], EXPERTS, kernels.to_host), FusedExperts.of(experts, own, gate),
     )  # fmt: skip
 

@@ -5,25 +5,22 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from test_expert_parallel import HIDDEN, embedding, make_kernels, make_layer
+from moe_ranks import make_exchange, make_layer, placement, stages, tokens
 
+from coterie.comm.exchange import FormPolicy
 from coterie.comm.local import LocalTransport
-from coterie.kernels.batch import ForwardBatch
+from coterie.kernels.native import NativeKernels
 from coterie.model.overlap import drive_all, interleave
 from coterie.observe.trace import Trace, coverage
 
 
 def test_exchanges_lie_beside_the_laps_of_both_micro_batches() -> None:
-    kernels = make_kernels("native")
-    x = np.random.default_rng(3).normal(size=(12, HIDDEN)).astype(np.float32)
+    kernels, x, table = NativeKernels(), tokens(12), placement(2, 1, copies=False)
     ranks, traces = [], []
     for transport, rows in zip(LocalTransport.group(2), np.split(x, 2), strict=True):
-        layer = make_layer(kernels, transport, None)
+        layer = make_layer(kernels, make_exchange(transport, table, FormPolicy()), None)
         layer.timer.trace = Trace(transport.rank)
-        halves = []
-        for half in np.split(rows, 2):
-            batch = kernels.prepare(ForwardBatch.packed(np.zeros(len(half), np.int32), np.array([len(half)])))
-            halves.append(layer.stages(kernels.embed(embedding(kernels, half), batch.positions), batch))
+        halves = [stages(kernels, layer, half) for half in np.split(rows, 2)]
         ranks.append(interleave(halves, layer.timer.enter))
         traces.append(layer.timer.trace)
     outputs = [np.concatenate(parts) for parts in drive_all(ranks)]

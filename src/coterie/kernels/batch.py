@@ -22,7 +22,7 @@ class ForwardBatch:
 
     token_ids [T], positions [T] (absolute), query_start [S+1] (row offsets), context_lens [S] (cached + new tokens),
     block_tables [S, max blocks] block ids padded with -1, slot_mapping [T] (block * page_size + offset),
-    logit_rows [M].
+    logit_rows [M]. `most_tokens`: the most rows that any rank has in this step, where the ranks have agreed on it.
     """
 
     token_ids: Int32
@@ -33,6 +33,7 @@ class ForwardBatch:
     block_tables: Int32 | None = None
     slot_mapping: Int64 | None = None
     page_size: int = 0
+    most_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -76,4 +77,5 @@ class ForwardBatch:
             block_tables=None if self.block_tables is None else self.block_tables[sequences],
             slot_mapping=None if self.slot_mapping is None else self.slot_mapping[begin:end],
             page_size=self.page_size,
+            most_tokens=self.most_tokens,
         )

@@ -10,6 +10,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coterie.comm.exchange import Exchange
 from coterie.comm.local import LocalTransport
 from coterie.comm.transport import Handle, Transport
 from coterie.kernels.api import Array, Bank, BlockInput, GroupedWeights, Kernels, LatentWeights, Prepared, Projection
@@ -27,12 +28,16 @@ Weights = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What every block of one rank shares: kernels, transport, the stage timer and the expert-load recorder."""
+    """What every block of one rank shares: kernels, transport, the stage timer and the expert-load recorder.
+
+    `exchange`: how the experts of several ranks are reached; None makes the plain one for the transport.
+    """
 
     kernels: Kernels
     transport: Transport
     timer: StageTimer
     load: ExpertLoad | None = None
+    exchange: Exchange | None = None
 
     @classmethod
     def local(cls, kernels: Kernels) -> Runtime:
@@ -108,6 +113,8 @@ class LayerBuilder:
     def __init__(self, spec: ModelSpec, weights: Weights, runtime: Runtime, max_positions: int) -> None:
         self.spec, self.weights, self.runtime, self.max_positions = spec, weights, runtime, max_positions
         self._ropes: dict[RopeSpec, Array] = {}
+        self._moe_rows = {layer: row for row, (layer, _) in enumerate(spec.moe_layers())}
+        self._exchange = runtime.exchange or _plain_exchange(spec, runtime.transport)
 
     def layer(self, key: str, index: int, layer: LayerSpec) -> DecoderLayer:
         """The layer whose weights start with `key`; `index` is its row in the expert-load record."""
@@ -162,21 +169,28 @@ class LayerBuilder:
         weights, runtime = self.weights, self.runtime
         if isinstance(ffn, DenseSpec):
             return self._experts(key)
+        assert self._exchange is None or index in self._moe_rows, "several ranks have no experts of MTP blocks"
         experts = self._experts(key)
         shared = self._experts(f"{key}.shared") if ffn.shared_intermediate_size else None
         gate = weights.get(f"{key}.shared_gate")
         return MoELayer(
             layer=index,
             router=Router(ffn, weights[f"{key}.gate"], weights.get(f"{key}.correction_bias"), runtime.kernels),
-            dispatcher=Dispatcher(ffn.num_experts, runtime.transport, runtime.kernels),
+            dispatcher=Dispatcher(ffn.num_experts, runtime.kernels, self._exchange, self._moe_rows.get(index, 0)),
             experts=experts,
             shared=shared,
             shared_gate=gate,
             kernels=runtime.kernels,
             timer=runtime.timer,
             load=runtime.load,
-            fused=FusedExperts.of(experts, shared, gate) if runtime.transport.size == 1 else None,
+            fused=FusedExperts.of(experts, shared, gate) if self._exchange is None else None,
         )
 
     def _experts(self, key: str) -> Experts:
         return Experts(self.weights[f"{key}.gate_up"], self.weights[f"{key}.down"], self.runtime.kernels)
+
+
+def _plain_exchange(spec: ModelSpec, transport: Transport) -> Exchange | None:
+    """Experts in order over the ranks of one node; None for one rank."""
+    experts = [moe.num_experts for _, moe in spec.moe_layers()]
+    return None if transport.size == 1 or not experts else Exchange.linear(transport, len(experts), experts[0])

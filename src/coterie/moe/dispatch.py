@@ -1,68 +1,83 @@
-"""Dispatcher: token rows to the ranks that hold their experts, and the inverse.
+"""Dispatcher: token rows to the ranks that hold their experts, and the inverse, for one MoE layer.
 
-Dispatch is sort-by-expert; expert parallelism adds only an exchange, so world size one is not special. Experts are laid
-out contiguously: rank r holds [r * E/R, (r+1) * E/R). The receipt that `dispatch` returns is what `combine` spends.
-Exact form: one row per (token, expert) travels each way and `combine` sums a token's K rows in top-k order, so the
-result does not depend on the number of ranks.
+Dispatch is sort-by-expert; expert parallelism adds only an exchange (`moe.forms`), so world size one is not special:
+it is the form without one. The handle that `dispatch` returns is what `combine` spends, once. Exact forms sum a token's
+K rows in top-k order, so its result does not depend on the number of ranks, on the form or on copies of experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from coterie.comm.exchange import COUNTED, Exchange
+from coterie.comm.transport import Handle, Int64
+from coterie.kernels.api import Array, Kernels, Routed, SortedRows
+from coterie.moe.forms import Call, FixedForm, FlatForm, Forms, sized_form
 
-from coterie.comm.transport import Handle, Transport
-from coterie.kernels.api import Array, Kernels, Regrouped, Routed, SortedRows
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Dispatched:
-    """Rows on the rank that computes them, sorted by local expert [M, H], rows per local expert, and the way back."""
+    """Rows on the rank that computes them, sorted by local slot [M, H], rows per local slot, and the way back.
+
+    `routed_counts`: this rank's own rows per logical expert [E], for the load record. `way` is None once spent.
+    """
 
     rows: Array
     counts: Array
-    sorted: SortedRows
-    regrouped: Regrouped | None
-    sent: NDArray[np.integer] | None
-    received: NDArray[np.integer] | None
+    routed_counts: Array
+    form: Forms | None
+    way: Any
 
 
 class Dispatcher:
-    """Dispatch and combine of one MoE layer's rows over a transport."""
+    """Dispatch and combine of one layer. `exchange` None: all experts are here; else `layer` is its row there."""
 
-    def __init__(self, num_experts: int, transport: Transport, kernels: Kernels) -> None:
-        assert num_experts % transport.size == 0, f"{num_experts} experts do not divide over {transport.size} ranks"
-        self.num_experts = num_experts
-        self.num_local = num_experts // transport.size
-        self.transport = transport
-        self.kernels = kernels
+    def __init__(self, num_experts: int, kernels: Kernels, exchange: Exchange | None = None, layer: int = 0) -> None:
+        self.num_experts, self.kernels, self.exchange, self.layer = num_experts, kernels, exchange, layer
+        if exchange is not None:
+            self.sized = sized_form(exchange, kernels)
+            self.fixed = FixedForm(exchange, kernels, self.sized)
 
-    def dispatch(self, x: Array, routed: Routed) -> Generator[Handle, None, Dispatched]:
-        """x [T, H] and its routing -> the rows this rank's experts must compute."""
-        order = self.kernels.sort_by_expert(routed.expert_ids, self.num_experts)
-        rows = self.kernels.gather(x, order)
-        if self.transport.size == 1:
-            return Dispatched(rows, order.counts, order, None, None, None)
-        handle = self.transport.all_gather(self.kernels.to_host(order.counts))
+    def dispatch(self, x: Array, routed: Routed, most_tokens: int | None = None) -> Generator[Handle, None, Dispatched]:
+        """x [T, H] and its routing -> the rows this rank's experts must compute.
+
+        most_tokens: the largest T of any rank, if all ranks know it; None lets the headers find out.
+        """
+        exchange, kernels = self.exchange, self.kernels
+        if exchange is None:
+            order = kernels.sort_by_expert(routed.expert_ids, self.num_experts)
+            return Dispatched(kernels.gather(x, order), order.counts, order.counts, None, order)
+        ids = kernels.to_host(routed.expert_ids)
+        counts, table = exchange.count_experts(ids), exchange.tables[self.layer]
+        capacity = exchange.policy.capacity if exchange.policy.exact else 0
+        form: Forms = self.sized if not capacity or (most_tokens or 0) > capacity else self.fixed
+        gathered = None
+        if table.has_copies and isinstance(form, FlatForm):
+            gathered = yield from self._gather(exchange, counts)
+        slots = table.assign(ids, exchange.mesh.world.rank, gathered, exchange.last_counts[self.layer])
+        tell = table.has_copies and gathered is None
+        landed = yield from form.dispatch(Call(self.layer, x, routed, slots, counts if tell else counts[:0]))
+        return Dispatched(landed.rows, landed.counts, kernels.from_host(counts), form, landed.way)
+
+    def _gather(self, exchange: Exchange, counts: Int64) -> Generator[Handle, None, Int64]:
+        """Rows per expert of all ranks [R, E]."""
+        header = exchange.header(COUNTED, self.layer, 0)
+        handle = exchange.mesh.world.all_gather(exchange.experts_message(header, counts))
         yield handle
-        received = handle.result().reshape(self.transport.size, self.transport.size, self.num_local)
-        sent, received = received[self.transport.rank].sum(1), received[:, self.transport.rank]
-        handle = self.transport.all_to_all_v(self.kernels.to_host(rows), sent, received.sum(1))
-        yield handle
-        arrived = self.kernels.from_host(handle.result())
-        regrouped = self.kernels.regroup(received)
-        return Dispatched(arrived[regrouped.order], regrouped.counts, order, regrouped, sent, received.sum(1))
+        return exchange.read_experts(handle.result(), header, self.layer)
 
     def combine(
         self, outputs: Array, dispatched: Dispatched, routed: Routed, shared: Array | None
     ) -> Generator[Handle, None, Array]:
         """Expert outputs [M, H] in dispatched order -> the weighted sum per token (+ shared) [T, H]."""
-        if dispatched.regrouped is not None and dispatched.received is not None and dispatched.sent is not None:
-            back = self.kernels.to_host(outputs[dispatched.regrouped.inverse])
-            handle = self.transport.all_to_all_v(back, dispatched.received, dispatched.sent)
-            yield handle
-            outputs = self.kernels.from_host(handle.result())
-        return self.kernels.combine(outputs, dispatched.sorted.position, routed.expert_weights, shared)
+        way, dispatched.way = dispatched.way, None
+        assert way is not None, "a dispatch is combined once"
+        if dispatched.form is None:
+            order: SortedRows = way
+            return self.kernels.combine(outputs, order.position, routed.expert_weights, shared)
+        home = yield from dispatched.form.combine(outputs, way, routed)
+        hidden = self.kernels.combine(home.rows, home.position, home.weights, shared)
+        home.lease.release()
+        return hidden

@@ -45,9 +45,10 @@ class MoELayer:
                 self.load.record(self.layer, counts)
             self.timer.lap("experts", self.layer)
             return hidden
-        dispatched = yield from self._watch("dispatch", self.dispatcher.dispatch(x, routed))
+        dispatching = self.dispatcher.dispatch(x, routed, batch.host.most_tokens)
+        dispatched = yield from self._watch("dispatch", dispatching)
         if self.load is not None:
-            self.load.record(self.layer, dispatched.sorted.counts)
+            self.load.record(self.layer, dispatched.routed_counts)
         self.timer.lap("dispatch", self.layer)
         shared = self._shared(x, batch)
         outputs = self.experts.forward(dispatched.rows, dispatched.counts)

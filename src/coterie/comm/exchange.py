@@ -1,0 +1,159 @@
+"""Exchange: what all MoE layers of a rank share to reach the experts of other ranks: mesh, placement, form, buffers.
+
+Also the counts that go ahead of every sized payload, with the check that all ranks are in the same layer, form and
+placement: a payload on which two ranks disagree would end processes. Moving rows is `moe.forms`'s; weights that move
+between ranks are not here, a finished move is `install`ed between two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from coterie.comm.buffers import BufferPool
+from coterie.comm.mesh import Mesh
+from coterie.comm.slots import Integers, SlotTable
+from coterie.comm.transport import Int64, Transport, TransportError
+from coterie.spec.placement import ExpertPlacement
+
+FormName = Literal["flat", "flat-reduced", "hierarchical", "hierarchical-reduced"]
+FORMS: tuple[FormName, ...] = get_args(FormName)
+COUNTED, FIXED = len(FORMS), len(FORMS) + 1
+"""What a header says beside the forms: counts of experts, or the one header of the form of fixed capacity."""
+
+WORDS = 4
+"""Of a header: form, layer, version of the placement, bytes of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormPolicy:
+    """`sized`: the form of batches of any size. `capacity`: rows that a rank may send to each other rank in the form of
+    fixed capacity, which needs no counts beforehand; 0 does not use it. The reduced forms return sums per rank or node:
+    fewer bytes, repeatable, equal to one rank only up to rounding."""
+
+    sized: FormName = "flat"
+    capacity: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sized not in FORMS:
+            raise TransportError(f"the form of an exchange is one of {', '.join(FORMS)}, not {self.sized!r}")
+        if self.capacity < 0:
+            raise TransportError(f"the fixed capacity must be at least 0 rows, not {self.capacity}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether every token gets the bits that one rank gives it."""
+        return not self.sized.endswith("reduced")
+
+
+class Counts(NamedTuple):
+    """What every rank sends, gathered: `rows` [R, R] to each rank, `pairs` [R, R], `nodes` [R, nodes]."""
+
+    rows: Int64
+    pairs: Int64
+    nodes: Int64
+
+    def sources(self, rank: int) -> Int64:
+        """Source of each row that reaches `rank` in the flat forms: by source rank."""
+        return np.repeat(np.arange(len(self.rows)), self.rows[:, rank])
+
+    def forwarded(self, rank: int, per_node: int) -> Int64:
+        """The same in the hierarchical forms: by forwarder, whose rows are by source node."""
+        by_place = np.arange(len(self.rows)).reshape(-1, per_node).T.reshape(-1)
+        return np.repeat(by_place, self.rows[by_place, rank])
+
+    def to_places(self, rank: int, per_node: int) -> Int64:
+        """Rows that reach `rank` through each rank of its node [m]."""
+        return self.rows[:, rank].reshape(-1, per_node).sum(0)
+
+
+class Exchange:
+    """One rank's part. Not thread-safe: one engine thread; `install` between steps only."""
+
+    def __init__(self, mesh: Mesh, placement: ExpertPlacement, policy: FormPolicy | None = None) -> None:
+        policy = policy or FormPolicy()
+        if placement.num_ranks != mesh.world.size:
+            raise TransportError(f"a placement for {placement.num_ranks} ranks, and there are {mesh.world.size}")
+        if policy.sized.startswith("hierarchical") and not mesh.has_rails:
+            raise TransportError(
+                f"the {policy.sized} form needs at least two nodes of equal size; there are "
+                f"{np.bincount(mesh.node_of).tolist()} ranks on {mesh.num_nodes} nodes; use flat"
+            )
+        self.mesh, self.policy, self.pool = mesh, policy, BufferPool()
+        self.version = -1
+        self.last_counts = np.zeros((placement.num_layers, placement.num_experts), np.int64)
+        self.overflows = 0
+        self.install(placement)
+
+    @classmethod
+    def linear(cls, world: Transport, num_layers: int, num_experts: int) -> Exchange:
+        """Experts in order over ranks of one node."""
+        placement = ExpertPlacement.linear(num_layers, num_experts, world.size)
+        return cls(Mesh.of(world, placement.node_of_rank), placement)
+
+    def install(self, placement: ExpertPlacement) -> None:
+        """Use another table from the next step on; every rank does so at the same step boundary."""
+        self.placement = placement
+        self.tables = [SlotTable(placement, layer) for layer in range(placement.num_layers)]
+        self.version += 1
+
+    @property
+    def own_slots(self) -> range:
+        """The slots of this rank."""
+        slots = self.placement.slots_of_rank(self.mesh.world.rank)
+        return range(slots.start, slots.stop)
+
+    def header(self, kind: int, layer: int, width: int) -> list[int]:
+        """First words of what a rank sends ahead, the same on all ranks."""
+        return [kind, layer, self.version, width]
+
+    def check(self, gathered: Int64, expected: list[int]) -> None:
+        """Refuse headers [R, >= 4] that differ: the ranks are not in the same exchange."""
+        wrong = np.flatnonzero((gathered[:, :WORDS] != expected).any(1))
+        if len(wrong):
+            names = [*FORMS, "counts of experts", "fixed"]
+            other = gathered[wrong[0], :WORDS].tolist()
+
+            def say(words: list[int]) -> str:
+                kind = names[words[0]] if 0 <= words[0] < len(names) else str(words[0])
+                return f"{kind}, layer {words[1]}, placement {words[2]}, rows of {words[3]} bytes"
+
+            raise TransportError(
+                f"rank {wrong[0]} is in another exchange: {say(other)}; rank {self.mesh.world.rank}: {say(expected)}"
+            )
+
+    def count_experts(self, expert_ids: Integers) -> Int64:
+        """Rows per expert [E] of this rank."""
+        return np.bincount(expert_ids.reshape(-1), minlength=self.placement.num_experts)
+
+    def counts_message(
+        self, header: list[int], rows: Int64, pairs: Int64, nodes: Int64 | None, experts: Int64
+    ) -> Int64:
+        """One rank's vector; `experts` is empty where no expert has copies, `nodes` None in the flat forms."""
+        between = np.zeros(self.mesh.num_nodes, np.int64) if nodes is None else nodes
+        return np.concatenate([np.array(header, np.int64), rows, pairs, between, experts])
+
+    def experts_message(self, header: list[int], experts: Int64) -> Int64:
+        """One rank's rows per expert, gathered on their own."""
+        return np.concatenate([np.array(header, np.int64), experts])
+
+    def read_experts(self, gathered: Int64, header: list[int], layer: int) -> Int64:
+        """All ranks' rows per expert [R, E], checked and kept."""
+        self.check(gathered, header)
+        self.note_experts(layer, gathered[:, WORDS:])
+        return gathered[:, WORDS:]
+
+    def read_counts(self, gathered: Int64, header: list[int], layer: int) -> Counts:
+        """All ranks' vectors [R, n], checked. Keeps the expert counts for the layer's next batch."""
+        self.check(gathered, header)
+        size, nodes = self.mesh.world.size, self.mesh.num_nodes
+        rows, pairs, between, experts = np.split(gathered[:, WORDS:], np.cumsum([size, size, nodes]), axis=1)
+        self.note_experts(layer, experts)
+        return Counts(rows, pairs, between)
+
+    def note_experts(self, layer: int, experts: Int64) -> None:
+        """Keep gathered rows per expert [R, E] (or of no columns) for the layer's next batch."""
+        if experts.shape[1]:
+            self.last_counts[layer] = experts.sum(0)

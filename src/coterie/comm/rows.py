@@ -1,0 +1,165 @@
+"""What travels in an exchange and in which order: packed rows, who needs which, and the way back. Host integers only.
+
+A packed row is one byte row: the token's activations, its K slot ids and, in forms that sum on the way, its K weights.
+Plans are permutations of rows; `moe.forms` moves rows by them and lets the kernels do the arithmetic.
+Letters: T tokens, K experts per token, D destinations, M rows sent, N rows received, P (row, slot) pairs computed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.comm.buffers import Bytes
+from coterie.comm.transport import CountMismatch, Int64
+
+Integers = NDArray[np.integer[Any]]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """Bytes of a packed row: float32 [hidden], int32 slots [K], float32 weights [K] if `weighted`."""
+
+    hidden: int
+    top_k: int
+    weighted: bool = False
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return 4 * (self.hidden + self.top_k * (2 if self.weighted else 1))
+
+    def pack(self, rows: Floats, slots: NDArray[np.int32], weights: Floats, out: Bytes) -> Bytes:
+        """Rows of all tokens [T, width]."""
+        words = out.view(np.float32)
+        words[:, : self.hidden] = rows
+        words[:, self.hidden : self.hidden + self.top_k].view(np.int32)[:] = slots
+        if self.weighted:
+            words[:, self.hidden + self.top_k :] = weights
+        return out
+
+    def activations(self, packed: Bytes) -> Floats:
+        """A view [N, hidden]."""
+        return packed.view(np.float32)[:, : self.hidden]
+
+    def slots(self, packed: Bytes) -> NDArray[np.int32]:
+        """A view [N, K]."""
+        return packed.view(np.int32)[:, self.hidden : self.hidden + self.top_k]
+
+    def weights(self, packed: Bytes) -> Floats:
+        """A copy [N, K] (of no columns unless weighted)."""
+        return packed.view(np.float32)[:, self.hidden + self.top_k :].copy()
+
+
+class FanOut(NamedTuple):
+    """Rows by destination: `row` [M] in order of (destination, row), `counts` [D]."""
+
+    row: Int64
+    counts: Int64
+
+
+def needed(slots: NDArray[np.int32], slots_per_destination: int, destinations: range) -> NDArray[np.bool_]:
+    """Which of some destinations (ranks, or nodes) each row has a slot on [rows, D]."""
+    where = slots // slots_per_destination - destinations.start
+    member = np.zeros((len(slots), len(destinations)), np.bool_)
+    row, k = np.nonzero((where >= 0) & (where < len(destinations)))
+    member[row, where[row, k]] = True
+    return member
+
+
+def fan_out(member: NDArray[np.bool_]) -> FanOut:
+    """Every row once to each destination that needs it."""
+    return FanOut(np.nonzero(member.T)[1], np.count_nonzero(member, axis=0))
+
+
+def in_order(counts: Int64) -> FanOut:
+    """All rows as they lie, the first `counts[0]` to destination 0 and so on."""
+    return FanOut(np.arange(int(counts.sum())), counts)
+
+
+def row_counts(member: NDArray[np.bool_]) -> Int64:
+    """Rows to each destination [D]."""
+    return np.count_nonzero(member, axis=0)
+
+
+class Sum(NamedTuple):
+    """Which rows make each sum: `position` [N, D] and `weights` [N, D], padded with weight 0. For `Kernels.combine`."""
+
+    position: Int64
+    weights: Floats
+
+
+def sum_plan(member: NDArray[np.bool_]) -> Sum:
+    """The rows that come back for a fan-out, in its order, summed per row in order of destination."""
+    ends = np.cumsum(np.count_nonzero(member, axis=0))
+    number = np.cumsum(member, axis=0) - 1 + np.concatenate([[0], ends[:-1]])
+    return _sums(member, number[member], np.ones(int(ends[-1]), np.float32))
+
+
+def _sums(member: NDArray[np.bool_], position: Int64, weights: Floats) -> Sum:
+    """Sums of the marked entries of each row, given in row-major order."""
+    place = np.cumsum(member, axis=1) - 1
+    row, column = np.nonzero(member)
+    terms = max(int(member.sum(1).max(initial=0)), 1)
+    plan = Sum(np.zeros((len(member), terms), np.int64), np.zeros((len(member), terms), np.float32))
+    plan.position[row, place[row, column]] = position
+    plan.weights[row, place[row, column]] = weights
+    return plan
+
+
+class Arrived(NamedTuple):
+    """Rows at the rank that computes them. `gather` [P]: received row of each row of the expert kernel, by local slot;
+    `counts`: rows per local slot; `output` [P]: where the output of each pair is, in order of (received row, k);
+    `member` [N, K]: which slots of the received rows are here."""
+
+    gather: Int64
+    counts: Int64
+    output: Int64
+    member: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, slots: NDArray[np.int32], own: range) -> Arrived:
+        """Received rows with `slots` [N, K], on a rank that holds the slots `own`."""
+        local = slots - own.start
+        member = (local >= 0) & (local < len(own))
+        pair = local[member]
+        order = np.argsort(pair, kind="stable")
+        output = np.empty(len(order), np.int64)
+        output[order] = np.arange(len(order))
+        return cls(np.nonzero(member)[0][order], np.bincount(pair, minlength=len(own)), output, member)
+
+    def sums(self, weights: Floats) -> Sum:
+        """The weighted sum of each row's own outputs, in k order."""
+        return _sums(self.member, self.output, weights[self.member])
+
+    def returned(self, sources: Int64, num_ranks: int) -> FanOut:
+        """Outputs in order of (source rank, received row, k), and how many go back to each. `sources` [N] by row."""
+        source = np.repeat(sources, np.count_nonzero(self.member, axis=1))
+        counts = np.bincount(source, minlength=num_ranks)
+        ordered = len(source) < 2 or bool((source[1:] >= source[:-1]).all())
+        return FanOut(self.output if ordered else self.output[np.argsort(source, kind="stable")], counts)
+
+
+def check_equal(what: str, counted: Int64, announced: Int64) -> None:
+    """Compare what was found in a payload with what its senders had announced."""
+    if not np.array_equal(counted, announced):
+        raise CountMismatch(f"{what}: found {counted.tolist()} by source, announced were {announced.tolist()}")
+
+
+class WayBack(NamedTuple):
+    """Where the exact forms find the outputs that come back: `position` [T, K], `counts` [R] from each rank."""
+
+    position: Int64
+    counts: Int64
+
+    @classmethod
+    def of(cls, slots: NDArray[np.int32], slots_per_rank: int, num_ranks: int) -> WayBack:
+        """Outputs come back in order of (rank, token, k)."""
+        rank = (slots // slots_per_rank).reshape(-1)
+        position = np.empty(len(rank), np.int64)
+        position[np.argsort(rank, kind="stable")] = np.arange(len(rank))
+        return cls(position.reshape(slots.shape), np.bincount(rank, minlength=num_ranks))

@@ -1,0 +1,296 @@
+"""The forms of an exchange: how rows reach the ranks that compute them, and how outputs come back.
+
+Every form is two generators that yield a handle where they would wait. `dispatch` gives the rows for this rank's expert
+kernel and the way back, which `combine` spends. Exact forms return one row per (token, expert), and the sum is taken at
+home in top-k order; reduced forms return sums. A token's row goes once to each rank that needs it, or (hierarchical)
+once to each node, to the rank with the sender's place in it, which passes it on inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+from coterie.comm.buffers import Bytes, Lease, take_rows
+from coterie.comm.exchange import FIXED, FORMS, Counts, Exchange
+from coterie.comm.fixed import FixedMessages, every_one
+from coterie.comm.rows import (
+    Arrived,
+    FanOut,
+    RowFormat,
+    Sum,
+    WayBack,
+    check_equal,
+    fan_out,
+    in_order,
+    needed,
+    row_counts,
+    sum_plan,
+)
+from coterie.comm.transport import Handle, Int64, Transport
+from coterie.kernels.api import Array, Kernels, Routed
+
+
+class Call(NamedTuple):
+    """One layer's batch on this rank: x [T, H], routing, slots [T, K] (host), expert counts if copies exist."""
+
+    layer: int
+    x: Array
+    routed: Routed
+    slots: Any
+    experts: Int64
+
+
+class Landed(NamedTuple):
+    """What a dispatch gives: rows [P, H] by local slot, rows per slot, and the form's own way back."""
+
+    rows: Array
+    counts: Array
+    way: Any
+
+
+class Home(NamedTuple):
+    """Outputs on their way to the sum: rows, where each term is, its weight; the buffer to release after."""
+
+    rows: Array
+    position: Array
+    weights: Array
+    lease: Lease
+
+
+Dispatching = Generator[Handle, None, Landed]
+Returning = Generator[Handle, None, Home]
+
+
+class Form:
+    """What the forms share: one rank's exchange and kernels."""
+
+    def __init__(self, exchange: Exchange, kernels: Kernels) -> None:
+        self.exchange, self.kernels, self.mesh = exchange, kernels, exchange.mesh
+
+    def pack(self, call: Call, row: RowFormat) -> tuple[Bytes, Lease]:
+        """All tokens' packed rows [T, width]."""
+        tokens = len(call.slots)
+        lease = self.exchange.pool.lease(tokens * row.width)
+        weights = self.kernels.to_host(call.routed.expert_weights)
+        packed = row.pack(self.kernels.to_host(call.x), call.slots, weights, lease.rows(tokens, row.width))
+        return packed, lease
+
+    def send(
+        self, group: Transport, rows: Bytes, plan: FanOut, received: Int64
+    ) -> Generator[Handle, None, tuple[Bytes, Lease]]:
+        """rows[plan.row] to the destinations -> what arrived, in a lent buffer."""
+        pool, width, total = self.exchange.pool, rows.shape[1], int(received.sum())
+        out, back = pool.lease(len(plan.row) * width), pool.lease(total * width)
+        outgoing = take_rows(rows, plan.row, out.rows(len(plan.row), width))
+        handle = group.all_to_all_v(outgoing, plan.counts, received, back.rows(total, width))
+        yield handle
+        arrived = handle.result()
+        out.release()
+        return arrived, back
+
+    def give_back(
+        self, group: Transport, outputs: Array, plan: FanOut, received: Int64
+    ) -> Generator[Handle, None, tuple[Any, Lease]]:
+        """outputs[plan.row] (float32) to the ranks they came from -> host rows in a lent buffer."""
+        host = self.kernels.to_host(outputs)
+        width, pool, total = host.shape[1], self.exchange.pool, int(received.sum())
+        out, back = pool.lease(len(plan.row) * width * 4), pool.lease(total * width * 4)
+        outgoing = take_rows(host, plan.row, out.floats(len(plan.row), width))
+        handle = group.all_to_all_v(outgoing, plan.counts, received, back.floats(total, width))
+        yield handle
+        arrived = handle.result()
+        out.release()
+        return arrived, back
+
+    def land(self, packed: Bytes, row: RowFormat, lease: Lease) -> tuple[Array, Array, Arrived, Any]:
+        """Received rows -> the expert kernel's rows and counts, the plan, the weights [N, K] of a weighted row."""
+        arrived = Arrived.of(row.slots(packed), self.exchange.own_slots)
+        rows = self.kernels.from_host(row.activations(packed)[arrived.gather])
+        weights = row.weights(packed)
+        lease.release()
+        return rows, self.kernels.from_host(arrived.counts), arrived, weights
+
+    def add_up(self, rows: Array, plan: Sum) -> Array:
+        """The sums of a plan."""
+        kernels = self.kernels
+        return kernels.combine(rows, kernels.from_host(plan.position), kernels.from_host(plan.weights), None)
+
+    def home(self, rows: Any, plan: Sum, lease: Lease) -> Home:
+        """The last sum, left to the dispatcher, which adds the shared experts to it."""
+        kernels = self.kernels
+        position, weights = kernels.from_host(plan.position), kernels.from_host(plan.weights)
+        return Home(kernels.from_host(rows), position, weights, lease)
+
+    def exact_return(self, outputs: Array, sources: FanOut, way: WayBack, routed: Routed) -> Returning:
+        """One row per (token, expert) straight to the token's rank, to be summed there in top-k order."""
+        rows, lease = yield from self.give_back(self.mesh.world, outputs, sources, way.counts)
+        kernels = self.kernels
+        return Home(kernels.from_host(rows), kernels.from_host(way.position), routed.expert_weights, lease)
+
+    def count(
+        self, call: Call, kind: int, width: int, rows: Int64, nodes: Int64 | None
+    ) -> Generator[Handle, None, tuple[Counts, WayBack]]:
+        """Tell all ranks what is coming -> everyone's counts, and the exact way back."""
+        exchange, world = self.exchange, self.mesh.world
+        back = WayBack.of(call.slots, exchange.placement.slots_per_rank, world.size)
+        header = exchange.header(kind, call.layer, width)
+        handle = world.all_gather(exchange.counts_message(header, rows, back.counts, nodes, call.experts))
+        yield handle
+        return exchange.read_counts(handle.result(), header, call.layer), back
+
+
+class FlatWay(NamedTuple):
+    """The way back of the flat forms: outputs to send by source rank, what comes home, and the plans of the sums."""
+
+    sources: FanOut
+    home: WayBack
+    arrived: Arrived
+    received: Int64
+    member: Any
+    weights: Any
+
+
+class FlatForm(Form):
+    """Every token's row once to each rank that needs it."""
+
+    def __init__(self, exchange: Exchange, kernels: Kernels, *, reduced: bool) -> None:
+        super().__init__(exchange, kernels)
+        self.reduced = reduced
+        self.kind = FORMS.index("flat-reduced" if reduced else "flat")
+
+    def dispatch(self, call: Call) -> Dispatching:
+        """Counts, then rows."""
+        world, per_rank = self.mesh.world, self.exchange.placement.slots_per_rank
+        row = RowFormat(call.x.shape[1], call.slots.shape[1], weighted=self.reduced)
+        member = needed(call.slots, per_rank, range(world.size))
+        plan = fan_out(member)
+        counts, home = yield from self.count(call, self.kind, row.width, plan.counts, None)
+        packed, lease = self.pack(call, row)
+        received = counts.rows[:, world.rank]
+        incoming, buffer = yield from self.send(world, packed, plan, received)
+        lease.release()
+        rows, by_slot, arrived, weights = self.land(incoming, row, buffer)
+        sources = arrived.returned(counts.sources(world.rank), world.size)
+        check_equal("outputs to return", sources.counts, counts.pairs[:, world.rank])
+        return Landed(rows, by_slot, FlatWay(sources, home, arrived, received, member, weights))
+
+    def combine(self, outputs: Array, way: FlatWay, routed: Routed) -> Returning:
+        """Outputs, or their sums per rank, back to the tokens' ranks."""
+        if not self.reduced:
+            return (yield from self.exact_return(outputs, way.sources, way.home, routed))
+        sums = self.add_up(outputs, way.arrived.sums(way.weights))
+        rows, lease = yield from self.give_back(self.mesh.world, sums, in_order(way.received), row_counts(way.member))
+        return self.home(rows, sum_plan(way.member), lease)
+
+
+class HierarchicalWay(NamedTuple):
+    """The way back of the hierarchical forms; `rail` rows came from each node, `inner` through each rank of the own."""
+
+    sources: FanOut
+    home: WayBack
+    arrived: Arrived
+    rail: Int64
+    inner: Int64
+    to_nodes: Any
+    to_ranks: Any
+    weights: Any
+
+
+class HierarchicalForm(Form):
+    """Every token's row once to each node that needs it, then to the ranks there. Outputs go straight home (exact), or
+    are summed per rank, per node and at home."""
+
+    def __init__(self, exchange: Exchange, kernels: Kernels, *, reduced: bool) -> None:
+        super().__init__(exchange, kernels)
+        self.reduced = reduced
+        self.kind = FORMS.index("hierarchical-reduced" if reduced else "hierarchical")
+
+    def dispatch(self, call: Call) -> Dispatching:
+        """Counts, rows between nodes, rows inside the node."""
+        mesh, per_rank = self.mesh, self.exchange.placement.slots_per_rank
+        rank, size = mesh.world.rank, mesh.ranks_per_node
+        assert mesh.node is not None and mesh.rail is not None
+        row = RowFormat(call.x.shape[1], call.slots.shape[1], weighted=self.reduced)
+        to_nodes = needed(call.slots, per_rank * size, range(mesh.num_nodes))
+        plan, to_all = fan_out(to_nodes), needed(call.slots, per_rank, range(mesh.world.size))
+        counts, home = yield from self.count(call, self.kind, row.width, row_counts(to_all), plan.counts)
+        packed, lease = self.pack(call, row)
+        rail = counts.nodes[rank % size :: size, rank // size]
+        passing, buffer = yield from self.send(mesh.rail, packed, plan, rail)
+        lease.release()
+        first = rank // size * size
+        to_ranks = needed(row.slots(passing), per_rank, range(first, first + size))
+        inner = counts.to_places(rank, size)
+        incoming, last = yield from self.send(mesh.node, passing, fan_out(to_ranks), inner)
+        buffer.release()
+        rows, by_slot, arrived, weights = self.land(incoming, row, last)
+        sources = arrived.returned(counts.forwarded(rank, size), mesh.world.size)
+        check_equal("outputs to return", sources.counts, counts.pairs[:, rank])
+        return Landed(rows, by_slot, HierarchicalWay(sources, home, arrived, rail, inner, to_nodes, to_ranks, weights))
+
+    def combine(self, outputs: Array, way: HierarchicalWay, routed: Routed) -> Returning:
+        """Outputs straight home, or sums by the way they came."""
+        if not self.reduced:
+            return (yield from self.exact_return(outputs, way.sources, way.home, routed))
+        mesh = self.mesh
+        assert mesh.node is not None and mesh.rail is not None
+        sums = self.add_up(outputs, way.arrived.sums(way.weights))
+        rows, lease = yield from self.give_back(mesh.node, sums, in_order(way.inner), row_counts(way.to_ranks))
+        sums = self.add_up(self.kernels.from_host(rows), sum_plan(way.to_ranks))
+        lease.release()
+        rows, lease = yield from self.give_back(mesh.rail, sums, in_order(way.rail), row_counts(way.to_nodes))
+        return self.home(rows, sum_plan(way.to_nodes), lease)
+
+
+class FixedForm(Form):
+    """Up to `capacity` rows to each rank in messages of one size, their counts inside: one exchange instead of two.
+
+    A rank with more rows says so to all, and all take the sized form instead. Outputs go straight home.
+    """
+
+    def __init__(self, exchange: Exchange, kernels: Kernels, sized: FlatForm | HierarchicalForm) -> None:
+        super().__init__(exchange, kernels)
+        self.sized = sized
+
+    def dispatch(self, call: Call) -> Dispatching:
+        """Rows with their counts."""
+        exchange, world, per_rank = self.exchange, self.mesh.world, self.exchange.placement.slots_per_rank
+        row = RowFormat(call.x.shape[1], call.slots.shape[1])
+        member, home = needed(call.slots, per_rank, range(world.size)), WayBack.of(call.slots, per_rank, world.size)
+        plan = fan_out(member)
+        fixed = FixedMessages(row.width, exchange.policy.capacity, exchange.header(FIXED, call.layer, row.width))
+        nbytes = fixed.nbytes(len(call.experts))
+        out, back = exchange.pool.lease(nbytes * world.size), exchange.pool.lease(nbytes * world.size)
+        packed, lease = self.pack(call, row)
+        outgoing = fixed.write(out.rows(world.size, nbytes), packed, plan, home.counts, call.experts)
+        lease.release()
+        each = every_one(world.size)
+        handle = world.all_to_all_v(outgoing, each, each, back.rows(world.size, nbytes))
+        yield handle
+        messages = fixed.read(handle.result(), len(call.experts), exchange)
+        out.release()
+        exchange.note_experts(call.layer, messages.experts)
+        if messages.overflow:
+            back.release()
+            exchange.overflows += 1
+            return (yield from self.sized.dispatch(call))
+        rows, by_slot, arrived, weights = self.land(messages.rows, row, back)
+        sources = arrived.returned(messages.sources, world.size)
+        check_equal("outputs to return", sources.counts, messages.pairs)
+        return Landed(rows, by_slot, FlatWay(sources, home, arrived, messages.counts, member, weights))
+
+    def combine(self, outputs: Array, way: FlatWay | HierarchicalWay, routed: Routed) -> Returning:
+        """As in every exact form: both sides know the counts by now."""
+        return (yield from self.exact_return(outputs, way.sources, way.home, routed))
+
+
+Forms = FlatForm | HierarchicalForm | FixedForm
+
+
+def sized_form(exchange: Exchange, kernels: Kernels) -> FlatForm | HierarchicalForm:
+    """The form that the policy names for batches of any size."""
+    reduced = not exchange.policy.exact
+    if exchange.policy.sized.startswith("hierarchical"):
+        return HierarchicalForm(exchange, kernels, reduced=reduced)
+    return FlatForm(exchange, kernels, reduced=reduced)
