@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from server_fakes import ByteTokenizer, MockEngine, Script, ask, events, make_state, post
+from server_fakes import ByteTokenizer, MockEngine, Script, ask, events, logprob_row, make_state, post
 
-from coterie.engine.messages import SamplingParams
+from coterie.engine.messages import SamplingParams, TokenLogprob
 from coterie.engine.output import ChoiceDelta, PromptInfo
 from coterie.server.config import ParserNames
 
@@ -38,7 +38,13 @@ def script_of(text: str, cuts: Sequence[int], finish: str) -> Script:
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
 
     def script(prompt: list[int], params: SamplingParams) -> list[Any]:
-        deltas = [ChoiceDelta(0, piece, tuple(piece.encode())) for piece in pieces]
+        def row(token: int) -> tuple[TokenLogprob, ...]:
+            return tuple(logprob_row(token, params.logprobs or 0))
+
+        deltas = []
+        for piece in pieces:
+            logprobs = None if params.logprobs is None else tuple(map(row, piece.encode()))
+            deltas.append(ChoiceDelta(0, piece, tuple(piece.encode()), logprobs))
         end = ChoiceDelta(0, "", (EOS,) if finish == "stop" else (), None, finish)  # type: ignore[arg-type]
         return [PromptInfo(), *deltas, end]
 
@@ -209,16 +215,43 @@ MALFORMED = [
 def test_c4_a_malformed_block_is_content(block: str, finish: str) -> None:
     for found in says(HERMES, "So: " + block, cuts_of("So: " + block), TOOLS, finish):
         expected = {"content": "So: " + block, "reasoning": "", "calls": [], "finish_reason": finish}
-        assert found["streamed"] == found["whole"] == expected
+        assert found["whole"] == expected
+        if '"arguments": {' in block:  # a stream has begun to tell it: the call stays open, and no JSON
+            assert found["streamed"] == expected | {"content": "So:", "calls": [("f", '{"a": 1')]}
+        else:
+            assert found["streamed"] == expected
 
 
 def test_c4_cut_inside_arguments_after_a_complete_call() -> None:
     text = hermes('{"a": 1}') + "\n" + hermes('{"b": 2}')[:30]
     found = say(HERMES, text, TOOLS, "length")
-    assert found["streamed"] == found["whole"]
     assert found["whole"]["calls"] == [("f", '{"a": 1}')] and found["whole"]["finish_reason"] == "length"
+    assert found["streamed"] == found["whole"]
+    for cuts in ([], range(1, 90)):
+        text = hermes('{"a": 1}') + "\n" + hermes('{"b": 2}')[:46]
+        (found,) = says(HERMES, text, [cuts], TOOLS, "length")
+        assert found["whole"]["calls"] == [("f", '{"a": 1}')] and found["whole"]["finish_reason"] == "length"
+        assert found["streamed"]["calls"] == [("f", '{"a": 1}'), ("f", '{"b": 2')], "as far as it came"
+        assert found["streamed"]["finish_reason"] == "length" and found["streamed"]["content"] == ""
     found = say(HERMES, hermes('{"a": 1}'), TOOLS, "length")
     assert found["whole"]["finish_reason"] == "tool_calls", "nothing was cut off"
+
+
+def test_arguments_are_sent_while_they_come() -> None:
+    """OpenAI's form: first index, id, type and name with empty arguments, then pieces with nothing but the index."""
+    text = "Hm.\n" + hermes('{"a": "hello"}') + "\n" + hermes('{"b": 2}', "g")
+    engine = MockEngine(script_of(text, range(1, len(text)), "stop"), ByteTokenizer(HERMES), 4096)
+    chunks = events(post(engine, CHAT, HELLO | TOOLS | {"stream": True}).text)[:-1]
+    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    for number, name in enumerate("fg"):
+        first, *rest = [delta for delta in deltas if delta["index"] == number]
+        assert first["id"].startswith("call_") and first["type"] == "function"
+        assert first["function"] == {"name": name, "arguments": ""}
+        assert all(
+            delta.keys() == {"index", "function"} and delta["function"].keys() == {"arguments"} for delta in rest
+        )
+        assert len(rest) > 5, "piece by piece"
+    assert [delta["index"] for delta in deltas] == sorted(delta["index"] for delta in deltas)
 
 
 def test_one_call_if_parallel_calls_are_off_and_text_without_tools() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,18 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.server.formats import HERMES, THINK, TOOL_FORMAT_NAMES, TOOL_FORMATS, Call, Tool, ToolFormat
-from coterie.server.parsers import AnswerParser, Parsed, ParseRules, Start, start_of
+from coterie.server.parsers import AnswerParser, ParseRules, Start, start_of
+from coterie.server.parts import Parsed
 
 FORMS = {form.name: form for form in TOOL_FORMATS}
 
 
 def read(rules: ParseRules, start: Start, pieces: Sequence[str]) -> tuple[Any, ...]:
-    """Everything that can be seen of an answer."""
-    parser, found = AnswerParser(rules, start), Parsed()
-    for piece in pieces:
-        found = found.joined(parser.push(piece))
-    found = found.joined(parser.finish())
-    return found.reasoning, found.content, found.calls, found.reassigned, parser.reasoning_end, parser.in_call
+    """Everything that can be seen of an answer, whole and (last) as a stream tells it."""
+    parser, found, told = AnswerParser(rules, start), Parsed(), list[list[Any]]()
+    for piece in [*pieces, None]:
+        parts = parser.finish() if piece is None else parser.push(piece)
+        found.add(parts)
+        for part in parts:
+            if part.kind == "begun":
+                told.append(["call", "", part.name, part.id])
+            elif part.kind == "arguments" or (told and part.kind == told[-1][0]):
+                told[-1][1] += part.text
+            else:
+                told.append([part.kind, part.text])
+    segments = [(segment.kind, segment.text) for segment in found.segments]
+    whole = (found.reasoning, found.content, found.calls, found.reassigned, parser.reasoning_end, parser.in_call)
+    return *whole, segments, told
 
 
 def read_every_way(rules: ParseRules, start: Start, text: str) -> tuple[Any, ...]:
@@ -90,7 +101,7 @@ def test_a_call_under_every_cut(form: ToolFormat, arguments: dict[str, Any]) -> 
     tool = Tool("f", {"type": "object", "properties": {"s": {"type": "string"}}})
     rules = ParseRules(THINK, form, {"f": tool})
     text = "I look.\n\n" + answer(form, [spelled(form, "f", arguments), spelled(form, "g", {"z": 1})])
-    reasoning, content, calls, _, end, in_call = read_every_way(rules, "answer", text)
+    reasoning, content, calls, _, end, in_call, *_ = read_every_way(rules, "answer", text)
     assert (reasoning, content, end, in_call) == ("", "I look.", 0, False)
     assert values(calls) == [("f", arguments), ("g", {"z": 1})]
     text = "so\n</think>\n\n" + answer(form, [spelled(form, "f", {})])
@@ -107,7 +118,7 @@ def test_what_is_cut_off_is_content(form: ToolFormat) -> None:
     opening = 0 if form.section is None else text.index(form.section.open) + len(form.section.open)
     one, two = text.index(first, opening) + len(first), text.index(second, opening) + len(second)
     for length in range(len(text) + 1):
-        _, content, calls, _, _, in_call = read(rules, "answer", [text[:length]])
+        _, content, calls, _, _, in_call, *_ = read(rules, "answer", [text[:length]])
         assert len(calls) == (length >= one) + (length >= two), length
         if length < one:
             assert content == text[:length], "no call: all of it is content"
@@ -147,6 +158,82 @@ def test_an_empty_section_is_content() -> None:
     assert form.section is not None
     text = form.section.open + form.section.close
     assert read_every_way(ParseRules(None, form), "answer", text)[1:3] == (text, [])
+
+
+# Calls that are given out while they come
+
+
+def sent_so_far(form: ToolFormat, text: str) -> list[tuple[str, str]]:
+    """What a stream has told of a call after each character: its name and its arguments."""
+    parser, name, arguments, found = AnswerParser(ParseRules(None, form), "answer"), "", "", []
+    for character in text:
+        for part in parser.push(character):
+            name = part.name or name
+            arguments += part.text if part.kind == "arguments" else ""
+        found.append((name, arguments))
+    return found
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
+def test_a_call_is_told_while_it_comes(form: ToolFormat) -> None:
+    """The name before any argument is complete; JSON with every character, pairs of tags one by one."""
+    given = {"a": "xyz" * 20, "b": [1, {"c": "}"}], "s": 'say "}"'}
+    text = answer(form, [spelled(form, "f", given)])
+    sent = sent_so_far(form, text)
+    begun = next(place for place, (name, _) in enumerate(sent) if name)
+    assert begun < text.index("xyzxyz"), "the name is told first"
+    assert json.loads(sent[-1][1]) == given
+    steps = [now[1] for before, now in itertools.pairwise(sent) if now[1] != before[1]]
+    if form.pairs is not None:
+        assert steps[0].startswith('{"a": "xyz') and len(steps) == len(given) + 1
+        assert steps[-1] == steps[-2] + "}"
+        return
+    body = json.dumps(given, ensure_ascii=False)
+    start = text.index(body)
+    for place in range(start, start + len(body) - 1):
+        assert sent[place][1] == text[start : place + 1], "nothing is held but what may be a tag or the end"
+    assert steps[-1] == body and steps[-2] == body[:-1]
+
+
+def told_calls(found: tuple[Any, ...]) -> list[list[Any]]:
+    return [one for one in found[-1] if one[0] == "call"]
+
+
+BROKEN = ['{"a": }', '{"a": 1', '{"a": 1}}', '{"a": 1} x', '{"a": "b', "{{}", '{"a" 1}', "{]"]
+
+
+@pytest.mark.parametrize("form", [form for form in TOOL_FORMATS if form.pairs is None], ids=lambda form: form.name)
+@pytest.mark.parametrize("arguments", BROKEN)
+def test_a_call_that_breaks_is_content_and_never_json(form: ToolFormat, arguments: str) -> None:
+    """The whole answer shows the block; a stream, which has told it as a call, keeps that open and shows it no more."""
+    good = spelled(form, "g", {"b": [2]})
+    bad = spelled(form, "f", {}).replace("{}", arguments)
+    one = answer(form, [bad])
+    for text in (one, one[: one.index(arguments) + len(arguments)], answer(form, [good, bad, good])):
+        found = read_every_way(ParseRules(None, form), "answer", text)
+        whole, told = found[2], told_calls(found)
+        assert [call.name for call in whole] == ["g"] * text.count(good)
+        assert arguments in found[1], "the whole answer shows it"
+        assert [call[2] for call in told] == (["g", "f", "g"] if good in text else ["f"])
+        for _, sent, name, _ in told:
+            if name == "f":
+                with pytest.raises(json.JSONDecodeError):
+                    json.loads(sent)
+        assert not any(one[0] == "content" and one[1].strip() for one in found[-1])
+
+
+def test_arguments_before_the_name_come_whole() -> None:
+    text = '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>'
+    found = read_every_way(ParseRules(None, HERMES), "answer", text)
+    assert values(found[2]) == [("f", {"a": 1})] and told_calls(found) == [["call", '{"a": 1}', "f", None]]
+    assert sent_so_far(HERMES, text)[-2] == ("", "")
+
+
+def test_arguments_that_are_said_twice_are_no_call_that_was_told() -> None:
+    """Readers of JSON take the last of two members; a stream has told the first."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}, "arguments": {"a": 2}}</tool_call>'
+    found = read_every_way(ParseRules(None, HERMES), "answer", text)
+    assert found[1:3] == (text, []) and told_calls(found) == [["call", '{"a": 1', "f", None]]
 
 
 def test_calls_beyond_the_limit_are_dropped() -> None:
@@ -214,6 +301,10 @@ def test_any_answer_under_any_cuts(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 2))):
         calls = [spelled(form, "f", data.draw(ARGUMENTS)) for _ in range(data.draw(st.integers(0, 2)))]
         parts += [answer(form, calls), data.draw(WORDS)]
+    if data.draw(st.booleans()):
+        parts = [*"".join(parts)]
+        for place in data.draw(st.lists(st.integers(0, max(0, len(parts) - 1)), max_size=2)):
+            parts[place : place + 1] = data.draw(st.sampled_from(["", "{", "}", '"', "\\", "<"]))
     text = "".join(parts)[: data.draw(st.integers(0, 400))]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -222,6 +313,14 @@ def test_any_answer_under_any_cuts(data: st.DataObject) -> None:
     assert read(rules, start, pieces) == read(rules, start, list(text)) == whole
     for call in whole[2]:
         assert isinstance(json.loads(call.arguments), dict)
+    complete = [call.arguments for call in whole[2]]
+    for _, sent, *_ in told_calls(whole):
+        if not complete or sent != complete[0]:
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(sent)
+        else:
+            complete.pop(0)
+    assert not complete, "every complete call was told"
 
 
 def test_names_of_parsers() -> None:

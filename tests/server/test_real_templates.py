@@ -23,7 +23,8 @@ from coterie.model.gguf_tokenizer import tokenizer_of
 from coterie.server.config import ParserNames
 from coterie.server.errors import ApiError
 from coterie.server.formats import HERMES, Tool, choose_formats
-from coterie.server.parsers import AnswerParser, Parsed, ParseRules, start_of
+from coterie.server.parsers import AnswerParser, ParseRules, start_of
+from coterie.server.parts import Parsed
 from coterie.server.prompts import ChatFields, chat_prompt
 from coterie.server.protocol import Message
 from coterie.server.templates import ChatTemplate, TemplateLimits
@@ -117,9 +118,10 @@ def test_the_calls_that_a_template_writes_are_read(path: Path) -> None:
         parser = AnswerParser(rules, "answer")
         result = Parsed()
         for piece in pieces:
-            result = result.joined(parser.push(piece))
-        found.append(result.joined(parser.finish()))
-    assert found[0] == found[1]
+            result.add(parser.push(piece))
+        result.add(parser.finish())
+        found.append(result)
+    assert found[0].calls == found[1].calls and found[0].content == found[1].content
     (call,) = found[0].calls
     assert (call.name, json.loads(call.arguments)) == ("get_weather", ARGUMENTS)
 

@@ -33,7 +33,8 @@ from coterie.server.formats import HERMES
 from coterie.server.gathering import Gatherer
 from coterie.server.generation import Event, PromptJob
 from coterie.server.logprobs import chat_logprobs
-from coterie.server.parsers import Parsed, ParseRules, start_of
+from coterie.server.parsers import ParseRules, start_of
+from coterie.server.parts import Parsed, Part
 from coterie.server.prompts import ChatFields, chat_prompt, encode_messages
 from coterie.server.protocol import ChatRequest
 from coterie.server.reader import ChoiceReader, Reading, call_id
@@ -156,6 +157,7 @@ class ChatWriter(StreamWriter):
         super().__init__(call.envelope, len(call.job.token_ids))
         self._call = call
         self._readers = [call.reader() for _ in range(call.job.params.n)]
+        self._calls = [-1] * call.job.params.n  # numbers of the last calls that have begun
 
     def prompt(self, index: int, info: PromptInfo) -> list[Struct]:
         """The role chunks."""
@@ -173,8 +175,7 @@ class ChatWriter(StreamWriter):
         chunks: list[Struct] = []
         reader = self._readers[delta.index]
         logprobs = _logprobs(self._call, delta.logprobs)
-        before = reader.num_calls
-        shown = _deltas(reader.read(delta), before)
+        shown = [one for part in reader.read(delta) if (one := self._shown(delta.index, part)) is not None]
         self.tally.reasoning = sum(reader.reasoning_tokens for reader in self._readers)
         for one in shown or ([ChatDelta(content="")] if logprobs is not None else []):
             chunks.append(self._chunk(ChatChunkChoice(index=delta.index, delta=one, logprobs=logprobs)))
@@ -193,6 +194,25 @@ class ChatWriter(StreamWriter):
         """Totals."""
         return self._make([], usage)
 
+    def _shown(self, index: int, part: Part) -> ChatDelta | None:
+        """A part of a choice as a delta. What was sent as content or as a call cannot be taken back."""
+        match part.kind:
+            case "reasoning":
+                return ChatDelta(reasoning_content=part.text, reasoning=part.text)
+            case "content":
+                return ChatDelta(content=part.text)
+            case "begun":
+                self._calls[index] += 1
+                named = FunctionDelta(name=part.name, arguments="")
+                begun = ToolCallDelta(
+                    index=self._calls[index], id=part.id or call_id(), type="function", function=named
+                )
+                return ChatDelta(tool_calls=[begun])
+            case "arguments":
+                piece = FunctionDelta(arguments=part.text)
+                return ChatDelta(tool_calls=[ToolCallDelta(index=self._calls[index], function=piece)])
+        return None
+
     def _text_chunk(self, index: int, text: str) -> ChatChunk:
         return self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
 
@@ -210,24 +230,6 @@ class ChatWriter(StreamWriter):
             service_tier=envelope.service_tier,
             usage=usage,  # type: ignore[arg-type]
         )
-
-
-def _deltas(found: Parsed, num_calls: int) -> list[ChatDelta]:
-    """What was read, as deltas. Content that was sent cannot be called reasoning any more, so none here is either."""
-    deltas = []
-    reasoning, content = (
-        ("", found.reasoning + found.content) if found.reassigned else (found.reasoning, found.content)
-    )
-    if reasoning:
-        deltas.append(ChatDelta(reasoning_content=reasoning, reasoning=reasoning))
-    if content:
-        deltas.append(ChatDelta(content=content))
-    for index, call in enumerate(found.calls, start=num_calls):
-        named = FunctionDelta(name=call.name, arguments="")
-        begun = ToolCallDelta(index=index, id=call.id or call_id(), type="function", function=named)
-        rest = ToolCallDelta(index=index, function=FunctionDelta(arguments=call.arguments))
-        deltas += [ChatDelta(tool_calls=[begun]), ChatDelta(tool_calls=[rest])]
-    return deltas
 
 
 @dataclass(slots=True)
@@ -254,7 +256,7 @@ class ChatGatherer(Gatherer):
         if not isinstance(delta, ChoiceDelta):
             return
         choice = self._choices[delta.index]
-        choice.found = choice.found.joined(choice.reader.read(delta))
+        choice.found.add(choice.reader.read(delta))
         if delta.finish_reason is not None:
             choice.end = delta
         yield len(delta.text)
@@ -290,12 +292,12 @@ class ChatGatherer(Gatherer):
 
 
 def _message(found: Parsed) -> AssistantMessage:
-    reasoning = found.reasoning or UNSET
+    reasoning, content = found.reasoning or UNSET, found.content
     calls = [
         ToolCall(id=call.id or call_id(), function=FunctionCall(call.name, call.arguments)) for call in found.calls
     ]
     return AssistantMessage(
-        content=None if calls and not found.content else found.content,
+        content=None if calls and not content else content,
         reasoning_content=reasoning,
         reasoning=reasoning,
         tool_calls=calls or UNSET,

@@ -52,21 +52,43 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """What stands before a call's arguments, which begin at `end`."""
+
+    name: str
+    end: int
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Arguments as pairs of tags. `member`: a match of `pattern`, which ends with `closing`, as a member of a JSON
+    object, knowing the tool."""
+
+    pattern: re.Pattern[str]
+    closing: str
+    member: Callable[[re.Match[str], Tool | None], str]
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """`call`: the tags of one call. `section`: tags around all of them, if there are any. `separator`: between calls.
 
     read: the call between its tags, knowing the request's tools. force: what stands between them for a tool.
+    head: what a call begins with; None while the text does not say. A JSON object follows it, or `pairs`.
     marks: texts that a template of this format holds. foreign: texts that it does not.
     """
 
     name: str
     call: Tags
     read: Callable[[str, Tools], Call | None]
+    head: Callable[[str], Head | None]
     force: Callable[[Tool], Sequence[Piece]]
     marks: tuple[str, ...]
     section: Tags | None = None
     section_padding: tuple[str, str] = ("", "")
     separator: str = ""
+    pairs: Pairs | None = None
     foreign: tuple[str, ...] = ()
 
     def is_written_by(self, template: str) -> bool:
@@ -104,7 +126,30 @@ def _called(name: str, arguments: str, call_id: str | None = None) -> Call | Non
     return Call(name, found, call_id) if found is not None and FUNCTION_NAME.fullmatch(name) else None
 
 
+def _headed(pattern: re.Pattern[str]) -> Callable[[str], Head | None]:
+    """A head whose only group is the name."""
+
+    def head(text: str) -> Head | None:
+        found = pattern.match(text)
+        return None if found is None else Head(found[1].strip(), found.end())
+
+    return head
+
+
 # {"name": ..., "arguments": ...}
+
+_JSON_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
+)
+
+
+def _json_head(text: str) -> Head | None:
+    """Only where the name comes first, as everybody writes it."""
+    found = _JSON_HEAD.match(text)
+    try:
+        return None if found is None else Head(msgspec.json.decode(found[1], type=str).strip(), found.end())
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        return None
 
 
 def _read_json(body: str, tools: Tools) -> Call | None:
@@ -126,6 +171,8 @@ def _force_json(tool: Tool) -> list[Piece]:
 # DeepSeek V3 and R1: a kind, the name and a fenced JSON text; V3.1: the name and a JSON text
 
 _SEPARATOR = "<｜tool▁sep｜>"
+_FENCED_HEAD = re.compile(rf"\w*{_SEPARATOR}([^\n]+)\n```json\n\s*(?=\{{)")
+_SEPARATED_HEAD = re.compile(rf"(.*?){_SEPARATOR}\s*(?=\{{)", re.DOTALL)
 _FENCED = re.compile(rf"\w*{_SEPARATOR}([^\n]+)\n```json\n(.*)\n```\s*", re.DOTALL)
 
 
@@ -151,13 +198,22 @@ def _force_separated(tool: Tool) -> list[Piece]:
 # Kimi K2: functions.NAME:NUMBER and a JSON text
 
 _KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_KIMI_HEAD = re.compile(rf"(.*?){re.escape(_KIMI_ARGUMENTS)}\s*(?=\{{)", re.DOTALL)
+
+
+def _kimi_name(call_id: str) -> str:
+    return call_id.removeprefix("functions.").rpartition(":")[0]
+
+
+def _kimi_head(text: str) -> Head | None:
+    found = _KIMI_HEAD.match(text)
+    return None if found is None else Head(_kimi_name(found[1].strip()).strip(), found.end(), found[1].strip())
 
 
 def _read_kimi(body: str, tools: Tools) -> Call | None:
     call_id, separator, arguments = body.partition(_KIMI_ARGUMENTS)
     call_id = call_id.strip()
-    name = call_id.removeprefix("functions.").rpartition(":")[0]
-    return _called(name, arguments, call_id) if separator else None
+    return _called(_kimi_name(call_id), arguments, call_id) if separator else None
 
 
 def _force_kimi(tool: Tool) -> list[Piece]:
@@ -177,17 +233,16 @@ _PARAMETER = re.compile(
 _DSML_NAME = re.compile(r'([^"]+)">')
 
 
+def _dsml_member(found: re.Match[str], tool: Tool | None) -> str:
+    value = json.dumps(found[3], ensure_ascii=False) if found[2] == "true" else found[3].strip()
+    return f"{json.dumps(found[1], ensure_ascii=False)}: {value}"
+
+
+_DSML_PAIRS = Pairs(_PARAMETER, "</｜DSML｜parameter>", _dsml_member)
+
+
 def _read_dsml(body: str, tools: Tools) -> Call | None:
-    head = _DSML_NAME.match(body)
-    if head is None:
-        return None
-    place = head.end()
-    members = []
-    while found := _PARAMETER.match(body, place):
-        value = json.dumps(found[3], ensure_ascii=False) if found[2] == "true" else found[3].strip()
-        members.append(f"{json.dumps(found[1], ensure_ascii=False)}: {value}")
-        place = found.end()
-    return None if body[place:].strip() else _called(head[1], "{" + ", ".join(members) + "}")
+    return _read_pairs(body, tools, _DSML_NAME, _DSML_PAIRS)
 
 
 def _dsml_parameter(name: str, plain: bool) -> str:
@@ -201,31 +256,40 @@ def _force_dsml(tool: Tool) -> list[Piece]:
 # GLM 4.5 and later, Qwen3-Coder: the name, then pairs of tags. Only the tool's schema tells a string from JSON.
 
 _GLM_NAME = re.compile(r"\s*([^\s<]+)")
+_GLM_HEAD = re.compile(r"\s*([^\s<]+)(?=[\s<])")
 _GLM_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _CODER_NAME = re.compile(r"\s*<function=([^>]+)>")
 _CODER_PAIR = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
+def _schema_member(found: re.Match[str], tool: Tool | None) -> str:
+    key = found[1].strip()
+    return f"{json.dumps(key, ensure_ascii=False)}: {_value(found[2], tool, key)}"
+
+
+_GLM_PAIRS = Pairs(_GLM_PAIR, "</arg_value>", _schema_member)
+_CODER_PAIRS = Pairs(_CODER_PAIR, "</parameter>", _schema_member)
+
+
 def _read_glm(body: str, tools: Tools) -> Call | None:
-    return _read_pairs(body, tools, _GLM_NAME, _GLM_PAIR)
+    return _read_pairs(body, tools, _GLM_NAME, _GLM_PAIRS)
 
 
 def _read_coder(body: str, tools: Tools) -> Call | None:
     inner = body.rstrip()
     if not inner.endswith("</function>"):
         return None
-    return _read_pairs(inner.removesuffix("</function>"), tools, _CODER_NAME, _CODER_PAIR)
+    return _read_pairs(inner.removesuffix("</function>"), tools, _CODER_NAME, _CODER_PAIRS)
 
 
-def _read_pairs(body: str, tools: Tools, head: re.Pattern[str], pair: re.Pattern[str]) -> Call | None:
+def _read_pairs(body: str, tools: Tools, head: re.Pattern[str], pairs: Pairs) -> Call | None:
     named = head.match(body)
     if named is None:
         return None
-    tool = tools.get(named[1])
+    tool = tools.get(named[1].strip())
     place, members = named.end(), []
-    while found := pair.match(body, place):
-        key = found[1].strip()
-        members.append(f"{json.dumps(key, ensure_ascii=False)}: {_value(found[2], tool, key)}")
+    while found := pairs.pattern.match(body, place):
+        members.append(pairs.member(found, tool))
         place = found.end()
     return None if body[place:].strip() else _called(named[1], "{" + ", ".join(members) + "}")
 
@@ -312,36 +376,37 @@ _DEEPSEEK_CALL = Tags("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DSML_CALL = Tags('<｜DSML｜invoke name="', "</｜DSML｜invoke>")
 
 HERMES = ToolFormat(
-    "hermes", Tags("<tool_call>", "</tool_call>"), _read_json, _force_json, ("<tool_call>",), separator="\n",
-    foreign=("<invoke", "<tool_calls>"),
+    "hermes", Tags("<tool_call>", "</tool_call>"), _read_json, _json_head, _force_json, ("<tool_call>",),
+    separator="\n", foreign=("<invoke", "<tool_calls>"),
 )  # fmt: skip
 TOOL_FORMATS = (
     ToolFormat(
-        "deepseek_v32", _DSML_CALL, _read_dsml, _force_dsml, ("｜DSML｜", "function_calls>"),
-        Tags("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"), ("\n", "\n"), "\n",
+        "deepseek_v32", _DSML_CALL, _read_dsml, _headed(_DSML_NAME), _force_dsml, ("｜DSML｜", "function_calls>"),
+        Tags("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"), ("\n", "\n"), "\n", _DSML_PAIRS,
     ),
     ToolFormat(
-        "deepseek_v4", _DSML_CALL, _read_dsml, _force_dsml, ("｜DSML｜", "tool_calls>"),
-        Tags("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"), ("\n", "\n"), "\n",
+        "deepseek_v4", _DSML_CALL, _read_dsml, _headed(_DSML_NAME), _force_dsml, ("｜DSML｜", "tool_calls>"),
+        Tags("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"), ("\n", "\n"), "\n", _DSML_PAIRS,
     ),
     ToolFormat(
-        "deepseek_v3", _DEEPSEEK_CALL, _read_fenced, _force_fenced, ("<｜tool▁sep｜>", "```json"),
-        _DEEPSEEK_SECTION, separator="\n",
+        "deepseek_v3", _DEEPSEEK_CALL, _read_fenced, _headed(_FENCED_HEAD), _force_fenced,
+        ("<｜tool▁sep｜>", "```json"), _DEEPSEEK_SECTION, separator="\n",
     ),
     ToolFormat(
-        "deepseek_v31", _DEEPSEEK_CALL, _read_separated, _force_separated, ("<｜tool▁sep｜>",), _DEEPSEEK_SECTION
+        "deepseek_v31", _DEEPSEEK_CALL, _read_separated, _headed(_SEPARATED_HEAD), _force_separated,
+        ("<｜tool▁sep｜>",), _DEEPSEEK_SECTION,
     ),
     ToolFormat(
-        "kimi_k2", Tags("<|tool_call_begin|>", "<|tool_call_end|>"), _read_kimi, _force_kimi,
+        "kimi_k2", Tags("<|tool_call_begin|>", "<|tool_call_end|>"), _read_kimi, _kimi_head, _force_kimi,
         ("<|tool_calls_section_begin|>",), Tags("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
     ToolFormat(
-        "glm45", Tags("<tool_call>", "</tool_call>"), _read_glm, _force_glm, ("<tool_call>", "<arg_key>"),
-        separator="\n",
+        "glm45", Tags("<tool_call>", "</tool_call>"), _read_glm, _headed(_GLM_HEAD), _force_glm,
+        ("<tool_call>", "<arg_key>"), separator="\n", pairs=_GLM_PAIRS,
     ),
     ToolFormat(
-        "qwen3_coder", Tags("<tool_call>", "</tool_call>"), _read_coder, _force_coder, ("<tool_call>", "<function="),
-        separator="\n",
+        "qwen3_coder", Tags("<tool_call>", "</tool_call>"), _read_coder, _headed(_CODER_NAME), _force_coder,
+        ("<tool_call>", "<function="), separator="\n", pairs=_CODER_PAIRS,
     ),
     HERMES,
 )  # fmt: skip

@@ -7,10 +7,11 @@ tag), so the result depends on the text and never on how it was cut. States:
   THINKING  until the closing tag
   ANSWER    until a call or a section of calls opens
   SECTION   between the tags of a section, outside a call
-  CALL      until the call closes; only then it is read, so that one that is none can still be shown as content
+  CALL      until the call closes; its arguments are given out as they come (`server.call_reader`)
 
-Quoted tags are text: after the end of thinking its tags mean nothing, and a block that is no call is content. While the
-prompt left it open, a closing tag without an opening one makes all text before it reasoning (`Parsed.reassigned`).
+Quoted tags are text: after the end of thinking its tags mean nothing, and a block that is no call is content; if it had
+begun to be given out as one, it is `broken`. While the prompt left it open, a closing tag without an opening one makes
+all text before it reasoning (`reassigned`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from enum import Enum, auto
 from typing import Literal
 
 from coterie.engine.detokenizer import StopChecker, StopMatch
-from coterie.server.formats import Call, Tags, ToolFormat, Tools
+from coterie.server.call_reader import CallReader
+from coterie.server.formats import Tags, ToolFormat, Tools
+from coterie.server.parts import Part, PartKind
 
 
 class _State(Enum):
@@ -54,27 +57,6 @@ class ParseRules:
     max_calls: int | None = None
 
 
-@dataclass(slots=True)
-class Parsed:
-    """What a piece of text adds. `reassigned`: all content so far, this piece's not included, was reasoning."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
-    reassigned: bool = False
-
-    def joined(self, later: Parsed) -> Parsed:
-        """This and what came after it."""
-        if later.reassigned:
-            before = Parsed(self.reasoning + self.content + later.reasoning, later.content, self.calls, True)
-        else:
-            before = Parsed(
-                self.reasoning + later.reasoning, self.content + later.content, self.calls, self.reassigned
-            )
-        before.calls = [*self.calls, *later.calls]
-        return before
-
-
 class AnswerParser:
     """One answer. `push` its text, then `finish` once.
 
@@ -92,6 +74,9 @@ class AnswerParser:
         self._raw = ""  # the block so far, to be shown as content if it is no call
         self._body = ""
         self._section_calls = 0
+        self._is_told = False  # a block was shown as a call and is none
+        self._reader: CallReader | None = None
+        self._parts: list[Part] = []
         self._num_bytes = 0
         self._state, self._finder = _State.ANSWER, StopChecker(())
         first = _State.THINKING if start == "thinking" else _State.OPEN if self._undecided else _State.ANSWER
@@ -101,45 +86,55 @@ class AnswerParser:
     def in_call(self) -> bool:
         return self._state is _State.CALL
 
-    def push(self, text: str) -> Parsed:
+    def push(self, text: str) -> list[Part]:
         """Take more text; return what it settles."""
-        found = Parsed()
         self._num_bytes += len(text.encode("utf-8", "surrogatepass"))
-        self._feed(text, found)
-        return found
+        self._feed(text)
+        return self._given()
 
-    def finish(self) -> Parsed:
+    def finish(self) -> list[Part]:
         """No more text comes: give out what was held. A block that never closed is content."""
-        found = Parsed()
         more: str | None = ""
         while more is not None:
-            self._feed(more, found)
+            self._feed(more)
             finder = self._finder
             shown, match = finder.flush()
-            more = self._settle(finder, shown, match, found)
+            more = self._settle(finder, shown, match)
         if self._state is _State.CALL or (self._state is _State.SECTION and not self._section_calls):
-            self._content(self._raw + self._body, found)
+            self._lose(self._raw + self._body)
         if self._state is not _State.THINKING:
-            found.content += self._blanks
+            self._say("content", self._blanks)
         self._raw = self._body = self._blanks = ""
-        return found
+        return self._given()
 
-    def _feed(self, text: str, found: Parsed) -> None:
+    def _given(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _say(self, kind: PartKind, text: str) -> None:
+        """Give out text, together with text of its kind just before it."""
+        if not text:
+            return
+        if self._parts and self._parts[-1].kind == kind:
+            text = self._parts.pop().text + text
+        self._parts.append(Part(kind, text))
+
+    def _feed(self, text: str) -> None:
         more: str | None = text
         while more is not None:
             finder = self._finder
             shown, match = finder.push(more)
-            more = self._settle(finder, shown, match, found)
+            more = self._settle(finder, shown, match)
 
-    def _settle(self, finder: StopChecker, shown: str, match: StopMatch | None, found: Parsed) -> str | None:
+    def _settle(self, finder: StopChecker, shown: str, match: StopMatch | None) -> str | None:
         """Account for text and the tag behind it. Returns what must be looked at again, None if all is settled."""
-        self._text(shown, found)
+        self._text(shown)
         if self._finder is not finder:  # the text has changed what is a tag
             return finder.take()
         if match is None:
             return None
         rest = finder.take()[len(match.stop) :]
-        self._tag(match.stop, self._num_bytes - len(rest.encode("utf-8", "surrogatepass")), found)
+        self._tag(match.stop, self._num_bytes - len(rest.encode("utf-8", "surrogatepass")))
         return rest
 
     def _enter(self, state: _State, *, trim: bool = False) -> None:
@@ -161,7 +156,7 @@ class AnswerParser:
 
     # Text between tags
 
-    def _text(self, text: str, found: Parsed) -> None:
+    def _text(self, text: str) -> None:
         if not text:
             return
         is_blank = not text.strip()
@@ -170,24 +165,26 @@ class AnswerParser:
                 self._blanks += text
             case _State.OPEN:
                 self._enter(_State.ANSWER)
-                self._content(text, found)
+                self._content(text)
             case _State.THINKING:
                 was_blank = self._trim
-                found.reasoning += self._spaced(text)
+                self._say("reasoning", self._spaced(text))
                 if was_blank and not self._trim:
                     self._enter(_State.THINKING)  # from here on an opening tag is text
             case _State.ANSWER:
-                self._content(text, found)
+                self._content(text)
             case _State.SECTION if is_blank:
                 self._raw += text
             case _State.SECTION:
-                self._content(self._raw + text, found)
+                self._content(self._raw + text)
                 self._raw = ""
             case _State.CALL:
                 self._body += text
+                if self._reader is not None:
+                    self._parts += self._reader.push(text)
 
-    def _content(self, text: str, found: Parsed) -> None:
-        found.content += self._spaced(text)
+    def _content(self, text: str) -> None:
+        self._say("content", self._spaced(text))
 
     def _spaced(self, text: str) -> str:
         """The text behind the blanks that were held, without those at its own end, which are held in turn."""
@@ -203,31 +200,32 @@ class AnswerParser:
 
     # Tags
 
-    def _tag(self, tag: str, offset: int, found: Parsed) -> None:
+    def _tag(self, tag: str, offset: int) -> None:
         """A tag that ends at byte `offset` of the text."""
         match self._state:
             case _State.THINKING | _State.OPEN | _State.ANSWER if self._is_thinking_tag(tag):
-                self._thinking_tag(tag, offset, found)
+                self._thinking_tag(tag, offset)
             case _State.OPEN | _State.ANSWER:
                 self._raw, self._blanks, self._section_calls = self._blanks + tag, "", 0
+                self._is_told = False
                 has_section = self._rules.calls is not None and self._rules.calls.section is not None
-                self._enter(_State.SECTION if has_section else _State.CALL)
+                self._enter(_State.SECTION) if has_section else self._begin_call()
             case _State.SECTION if self._rules.calls is not None and tag == self._rules.calls.call.open:
                 self._raw += tag
-                self._enter(_State.CALL)
+                self._begin_call()
             case _State.SECTION:
                 if not self._section_calls:
-                    self._content(self._raw + tag, found)
+                    self._lose(self._raw + tag)
                 self._raw = ""
                 self._enter(_State.ANSWER, trim=self._section_calls > 0)
             case _State.CALL:
-                self._end_call(tag, found)
+                self._end_call(tag)
 
     def _is_thinking_tag(self, tag: str) -> bool:
         thinking = self._rules.thinking
         return thinking is not None and tag in (thinking.open, thinking.close)
 
-    def _thinking_tag(self, tag: str, offset: int, found: Parsed) -> None:
+    def _thinking_tag(self, tag: str, offset: int) -> None:
         assert self._rules.thinking is not None
         self._blanks = ""
         if tag == self._rules.thinking.open:
@@ -236,23 +234,40 @@ class AnswerParser:
             self._enter(_State.THINKING, trim=True)
             return
         if self._undecided:
-            found.reassigned = True
-            found.reasoning, found.content = found.content, ""
+            self._parts.append(Part("reassigned"))
         self.reasoning_end = offset
         self._undecided = False
         self._enter(_State.ANSWER, trim=True)
 
-    def _end_call(self, tag: str, found: Parsed) -> None:
-        calls = self._rules.calls
+    def _begin_call(self) -> None:
+        """A call beyond the limit is not given out, so it is read at its end only."""
+        calls, limit = self._rules.calls, self._rules.max_calls
+        assert calls is not None
+        is_wanted = limit is None or self.num_calls < limit
+        self._reader = CallReader(calls, self._rules.tools) if is_wanted else None
+        self._enter(_State.CALL)
+
+    def _end_call(self, tag: str) -> None:
+        calls, reader = self._rules.calls, self._reader
         assert calls is not None
         call = calls.read(self._body, self._rules.tools)
-        if call is None:
-            self._content(self._raw + self._body + tag, found)
-        else:
+        parts = [] if reader is None else reader.close(call)
+        is_call = call is not None and parts is not None
+        if is_call:
             self._undecided = False
             self._section_calls += 1
-            if self._rules.max_calls is None or self.num_calls < self._rules.max_calls:
-                self.num_calls += 1
-                found.calls.append(call)
+            self.num_calls += reader is not None
+            self._parts += parts or []
+        else:
+            self._lose(self._raw + self._body + tag)
         self._raw = self._body = ""
-        self._enter(_State.ANSWER if calls.section is None else _State.SECTION, trim=call is not None)
+        self._enter(_State.ANSWER if calls.section is None else _State.SECTION, trim=is_call)
+
+    def _lose(self, text: str) -> None:
+        """A block that is no call, tags included: content, unless a stream has shown some of it as a call."""
+        self._is_told |= self._state is _State.CALL and self._reader is not None and self._reader.has_begun
+        if not self._is_told:
+            self._content(text)
+        elif text:
+            self._trim = False
+            self._parts.append(Part("broken", text))

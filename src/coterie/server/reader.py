@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from coterie.engine.output import ChoiceDelta
-from coterie.server.parsers import AnswerParser, Parsed, ParseRules, Start
+from coterie.server.parsers import AnswerParser, ParseRules, Start
+from coterie.server.parts import Part
 
 if TYPE_CHECKING:
     from coterie.engine.tokenizer import Tokenizer
@@ -41,21 +42,16 @@ class ChoiceReader:
         self.reasoning_tokens = 0
         self.finish_reason: str | None = None
 
-    @property
-    def num_calls(self) -> int:
-        """Calls read so far."""
-        return self._parser.num_calls
-
-    def read(self, delta: ChoiceDelta) -> Parsed:
+    def read(self, delta: ChoiceDelta) -> list[Part]:
         """What a delta adds; the last one also gives out what was held."""
         if self._reading.is_plain:
             self.finish_reason = delta.finish_reason
-            return Parsed(content=delta.text)
+            return [Part("content", delta.text)] if delta.text else []
         found = self._parser.push(delta.text)
         if self._reading.rules.thinking is not None:
             self._count(delta.token_ids)
         if delta.finish_reason is not None:
-            found = found.joined(self._parser.finish())
+            found += self._parser.finish()
             called = self._parser.num_calls and not self._parser.in_call
             self.finish_reason = "tool_calls" if called else delta.finish_reason
         return found

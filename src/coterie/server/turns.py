@@ -64,6 +64,10 @@ class EncodedList:
         self._pieces.append(piece)
         return len(piece)
 
+    def add(self, other: EncodedList) -> None:
+        """Add another list's values."""
+        self._pieces += other._pieces
+
     def copy(self) -> EncodedList:
         """A list that begins with the same values."""
         found = EncodedList()
