@@ -8,6 +8,7 @@ World size one is the same code: its own part completes the exchange.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,6 +114,7 @@ class LocalTransport:
     def __init__(self, rank: int = 0, group: _LocalGroup | None = None) -> None:
         self._group = group or _LocalGroup(1)
         self._sequence = 0
+        self._made: Counter[str] = Counter()
         self.rank = rank
         self.size = self._group.size
         self.bytes_to: Int64 = np.zeros(self.size, np.int64)
@@ -145,7 +147,8 @@ class LocalTransport:
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> LocalTransport:
         members = tuple(ranks)
-        shared = self._group.subgroups.setdefault((name, members), _LocalGroup(len(members)))
+        self._made[name] += 1  # a second group of one name is another group
+        shared = self._group.subgroups.setdefault((f"{name}.{self._made[name]}", members), _LocalGroup(len(members)))
         return LocalTransport(members.index(self.rank), shared)
 
     def set_timeout(self, seconds: float) -> None:

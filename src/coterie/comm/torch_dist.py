@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -163,6 +164,7 @@ class TorchTransport:
         self._store, self._host, self._timeout = store, host, spec.timeout
         self._aborted, self._broken = threading.Event(), False
         self._children: list[TorchTransport] = []
+        self._made: Counter[str] = Counter()
         self._roster = Roster(store, spec.rank, spec.size)
         missing = self._numbers(self._roster.meet(spec.timeout))
         if missing:
@@ -285,7 +287,8 @@ class TorchTransport:
     def subgroup(self, name: str, ranks: Sequence[int]) -> TorchTransport:
         members = tuple(ranks)
         spec = replace(self.spec, rank=members.index(self.rank), size=len(members))
-        key = f"{name}/{'-'.join(map(str, members))}"
+        self._made[name] += 1  # a second group of one name is another group
+        key = f"{name}.{self._made[name]}/{'-'.join(map(str, members))}"
         store, label = dist.PrefixStore(key, self._store), f"{self.name}/{name}"
         child = TorchTransport(store, spec, label, self._host, self._numbers(members))
         self._children.append(child)

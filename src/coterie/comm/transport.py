@@ -80,7 +80,8 @@ class Transport(Protocol):
         """
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Transport:
-        """The group of some ranks, this one among them, numbered in the order given; its members call with one name."""
+        """The group of some ranks, this one among them, numbered in the order given; its members call with one name,
+        in one order; a second call of one name makes another group."""
 
     def set_timeout(self, seconds: float) -> None:
         """How long later exchanges may take: long to load and warm up, short to serve."""
