@@ -1,0 +1,158 @@
+"""What the links between ranks can do, measured once at start, and the form of exchange that follows from it.
+
+Every rank sends at once, as in an exchange, so a link that ranks share is measured shared. The slowest rank's numbers
+count, and they are gathered, so all ranks come to the same choice and can say why. Nothing here runs after start; the
+expected bytes assume that routing is uniform.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from coterie.comm.exchange import Exchange, FormName, FormPolicy
+from coterie.comm.mesh import Mesh
+from coterie.comm.transport import Handle, Transport
+from coterie.kernels.select import Choice
+from coterie.spec.placement import ExpertPlacement
+
+PROBE_BYTES = 1 << 20
+ROUNDS = 5
+"""Of each measurement; the median counts."""
+
+MARGIN = 0.95
+"""A form must be expected to take at most this much of the flat form's time to be preferred to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Seconds of a small exchange among all ranks, and bytes per second of each rank inside its node and between nodes
+    while all send. `between` equals `inside` where there is one node."""
+
+    latency: float
+    inside: float
+    between: float
+
+    def __str__(self) -> str:
+        rates = f"{self.inside / 1e6:.0f} MB/s a rank inside a node"
+        if self.between != self.inside:
+            rates += f", {self.between / 1e6:.1f} MB/s between nodes"
+        return f"{self.latency * 1e3:.2f} ms a small exchange, {rates}"
+
+
+def probe_links(mesh: Mesh, nbytes: int = PROBE_BYTES) -> Generator[Handle, None, Links]:
+    """Measure with `nbytes` a rank, on all ranks at the same time."""
+    latency = yield from _median(mesh.world, 0)
+    inside = yield from _median(mesh.node or mesh.world, nbytes)
+    between = inside
+    if mesh.rail is not None:
+        between = yield from _median(mesh.rail, nbytes)
+    own = np.array([latency, inside, between])
+    handle = mesh.world.all_gather(own.view(np.int64))
+    yield handle
+    slowest = handle.result().view(np.float64).max(0)
+    rates = [nbytes / max(seconds - slowest[0], 1e-6) for seconds in slowest[1:]]
+    return Links(float(slowest[0]), rates[0], rates[1] if mesh.rail is not None else rates[0])
+
+
+def _median(group: Transport, nbytes: int) -> Generator[Handle, None, float]:
+    """Seconds in which every rank of a group sends `nbytes` in equal parts to the others; 0: a gather."""
+    others = max(group.size - 1, 1)
+    counts = np.full(group.size, nbytes // others, np.int64)
+    counts[group.rank] = 0
+    rows, seconds = np.zeros((int(counts.sum()), 1), np.uint8), []
+    for _ in range(ROUNDS):
+        ready = group.all_gather(np.zeros(1, np.int64))  # start together
+        yield ready
+        ready.result()
+        start = time.monotonic()
+        handle = group.all_to_all_v(rows, counts, counts) if nbytes else group.all_gather(np.zeros(1, np.int64))
+        yield handle
+        handle.result()
+        seconds.append(time.monotonic() - start)
+    return float(np.median(seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A layer's exchange as the choice sees it: `tokens` a rank in a long step, `small` in a short one (or 0)."""
+
+    hidden: int
+    top_k: int
+    tokens: int
+    small: int = 0
+
+
+def expected_seconds(form: FormName, mesh: Mesh, links: Links, traffic: Traffic) -> float:
+    """Dispatch and combine of `traffic.tokens` uniformly routed tokens a rank."""
+    ranks, nodes, top_k = mesh.world.size, mesh.num_nodes, traffic.top_k
+    local, row = ranks / nodes, 4 * (traffic.hidden + 2 * top_k)
+    to_ranks, to_nodes = _distinct(ranks, top_k), _distinct(nodes, top_k)
+    reduced = form.endswith("reduced")
+    if form.startswith("hierarchical"):
+        between, inside = to_nodes * (nodes - 1) / nodes, to_ranks * (local - 1) / local
+        exchanges = 5 if reduced else 4
+    else:
+        between, inside = to_ranks * (ranks - local) / ranks, to_ranks * (local - 1) / ranks
+        exchanges = 3
+    back = (between, inside) if reduced else (top_k * (ranks - local) / ranks, top_k * (local - 1) / ranks)
+    spent = (between + back[0]) / links.between + (inside + back[1]) / links.inside
+    return exchanges * links.latency + traffic.tokens * row * spent
+
+
+def _distinct(places: float, draws: int) -> float:
+    """Expected number of distinct places that `draws` uniform draws hit."""
+    return float(places * (1 - (1 - 1 / places) ** draws))
+
+
+def choose(mesh: Mesh, links: Links, traffic: Traffic, *, exact: bool = True) -> tuple[FormPolicy, tuple[Choice, ...]]:
+    """The policy with the least expected time, and why. `exact` False lets the reduced forms compete as well."""
+    forms: list[FormName] = ["flat"] if exact else ["flat", "flat-reduced"]
+    if mesh.has_rails:
+        forms += ["hierarchical"] if exact else ["hierarchical", "hierarchical-reduced"]
+    seconds = {form: expected_seconds(form, mesh, links, traffic) for form in forms}
+    best = min(forms, key=lambda form: seconds[form])
+    if seconds[best] > MARGIN * seconds["flat"]:
+        best = "flat"
+    times = ", ".join(f"{form} {seconds[form] * 1e3:.1f} ms" for form in forms)
+    why = f"{links}; expected for {traffic.tokens} tokens a rank: {times}"
+    if not mesh.has_rails:
+        why += "; one node, or nodes of unequal size: no hierarchy"
+    chosen = [Choice("exchange", best, why)]
+    policy = FormPolicy(best)
+    if traffic.small and policy.exact:
+        policy, choice = _fixed(policy, mesh, links, traffic)
+        chosen.append(choice)
+    return policy, tuple(chosen)
+
+
+def _fixed(policy: FormPolicy, mesh: Mesh, links: Links, traffic: Traffic) -> tuple[FormPolicy, Choice]:
+    """Whether short steps use messages of fixed capacity: the padding must cost less than the round trips it saves."""
+    small = replace(traffic, tokens=traffic.small)
+    sized = expected_seconds(policy.sized, mesh, links, small)
+    ranks, nodes = mesh.world.size, mesh.num_nodes
+    row, local = 4 * (traffic.hidden + traffic.top_k), ranks / nodes
+    back = 4 * traffic.hidden * traffic.top_k / ranks
+    padded = traffic.small * (
+        (ranks - local) * (row + back) / links.between + (local - 1) * (row + back) / links.inside
+    )
+    fixed = 2 * links.latency + padded
+    text = f"{traffic.small} tokens a rank: fixed capacity {fixed * 1e3:.2f} ms, {policy.sized} {sized * 1e3:.2f} ms"
+    if fixed < sized:
+        return replace(policy, capacity=traffic.small), Choice("exchange in short steps", "fixed capacity", text)
+    return policy, Choice("exchange in short steps", policy.sized, text)
+
+
+def open_exchange(
+    world: Transport, placement: ExpertPlacement, traffic: Traffic, wanted: FormPolicy | None = None
+) -> Generator[Handle, None, tuple[Exchange, tuple[Choice, ...]]]:
+    """Make a rank's exchange in the form that was asked for, or in what a probe of the links finds best (exact)."""
+    mesh = Mesh.of(world, placement.node_of_rank)
+    if wanted is not None:
+        return Exchange(mesh, placement, wanted), (Choice("exchange", wanted.sized, "asked for"),)
+    links = yield from probe_links(mesh)
+    policy, chosen = choose(mesh, links, traffic)
+    return Exchange(mesh, placement, policy), chosen
