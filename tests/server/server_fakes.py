@@ -141,6 +141,10 @@ class MockEngine:
         self.asked.append((prompt, params))
         return list(self.script(prompt, params))
 
+    @property
+    def takes_grammars(self) -> bool:
+        return self._door.has_end
+
     def is_ready(self) -> bool:
         return self.ready
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -260,6 +261,27 @@ def test_one_call_if_parallel_calls_are_off_and_text_without_tools() -> None:
     for body in ({}, TOOLS | {"tool_choice": "none"}):
         found = say(HERMES, text, body)
         assert found["whole"]["content"] == text and found["whole"]["finish_reason"] == "stop"
+
+
+def test_what_is_held_to_a_grammar() -> None:
+    """Strict tools and single calls, unless request or model say that the answer may not end with its call."""
+    strict = {"tools": [{"type": "function", "function": one["function"] | {"strict": True}} for one in TOOLS["tools"]]}
+    once, chat = {"parallel_tool_calls": False}, HELLO | TOOLS
+    engine = MockEngine(None, ByteTokenizer(HERMES), 4096)
+    assert post(engine, CHAT, chat | once).status_code == 200 and engine.asked[0][1].grammar is None, "no end token"
+    refused = post(engine, CHAT, HELLO | strict)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+    engine._door = replace(engine._door, has_end=True)
+    for body, held in (
+        (chat, False), (chat | {"parallel_tool_calls": True}, False), (chat | once, True), (HELLO | strict, True),
+        (chat | once | {"min_tokens": 2}, False), (chat | once | {"ignore_eos": True}, False),
+        (HELLO | strict | {"tool_choice": "none"}, False),
+    ):  # fmt: skip
+        assert post(engine, CHAT, body).status_code == 200
+        assert (engine.asked[-1][1].grammar is not None) == held, body
+    refused = post(engine, CHAT, HELLO | strict | {"min_tokens": 2})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "min_tokens"
+    engine._door.grammars.close()
 
 
 def test_choices_are_read_apart() -> None:

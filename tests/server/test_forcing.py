@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,75 @@ def test_any_tool_or_only_one_call(vocabulary: tuple[Tokenizer, Grammars], form:
     assert takes(vocabulary, grammar_of(vocabulary, form, use(GO, STOP)), both)
     alone = grammar_of(vocabulary, form, use(GO, STOP, many=False))
     assert not takes(vocabulary, alone, both) and takes(vocabulary, alone, answer(form, [one]))
+
+
+# A call that the model chose to begin
+
+
+def chosen(*, many: bool = True, strict: bool = True) -> ToolUse:
+    """`go` may be strict, `stop` is not."""
+    return ToolUse({"go": replace(GO, strict=strict), "stop": STOP}, [], (), many)
+
+
+@pytest.mark.parametrize("start", ["answer", "open", "thinking"])
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
+def test_a_strict_tool_is_held_to_its_schema_from_where_its_call_begins(
+    vocabulary: tuple[Tokenizer, Grammars], form: ToolFormat, check: GrammarCheck, start: Start
+) -> None:
+    grammar = grammar_of(vocabulary, form, chosen(), start=start)
+    check.check(grammar)
+    before = "<tool> so\n</think>" if start == "thinking" else ""
+    good, other = spelled(form, "go", GOOD[0]), spelled(form, "stop", {})
+    for text in ("", "Hello < there", answer(form, [good]), "Hm.\n\n" + answer(form, [good, other]),
+                 f"a {answer(form, [other])} b\n{answer(form, [good])} c"):  # fmt: skip
+        assert takes(vocabulary, grammar, before + text), text
+    for given in BAD:
+        bad = answer(form, [spelled(form, "go", given)])
+        assert not takes(vocabulary, grammar, before + bad)
+        assert not takes(vocabulary, grammar, f"{before}a {answer(form, [good])} b {bad}")
+    for text in (answer(form, [spelled(form, "fly", {})]), answer(form, [good])[:-3]):
+        assert not takes(vocabulary, grammar, before + text), "from the tag on it is a whole call of a tool there is"
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
+def test_tools_that_are_not_strict_take_what_their_schema_forbids(
+    vocabulary: tuple[Tokenizer, Grammars], form: ToolFormat
+) -> None:
+    grammar = grammar_of(vocabulary, form, chosen(many=False, strict=False))
+    for given in [*GOOD, *BAD, {"way": "c", "n": None, "to": "x"}]:
+        assert takes(vocabulary, grammar, "Hm. " + answer(form, [spelled(form, "go", given)])), given
+    odd = Tool("go", {"type": "object", "properties": {"to": {"not": {}}, 'q"\n': {"type": "string", "format": "odd"}}})
+    loose = grammar_of(vocabulary, form, ToolUse({"go": odd}, [], (), False))
+    assert takes(vocabulary, loose, answer(form, [spelled(form, "go", {"to": [1]})])), "nothing that cannot be enforced"
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
+def test_one_call_ends_the_answer_where_there_may_be_no_other(
+    vocabulary: tuple[Tokenizer, Grammars], form: ToolFormat, check: GrammarCheck
+) -> None:
+    grammar = grammar_of(vocabulary, form, chosen(many=False))
+    check.check(grammar)
+    one = spelled(form, "go", GOOD[0])
+    for text in ("", "Hello.", answer(form, [one]), "Hm. " + answer(form, [one])):
+        assert takes(vocabulary, grammar, text)
+    for text in (answer(form, [one, one]), answer(form, [one]) + answer(form, [one]), answer(form, [one]) + " So."):
+        assert not takes(vocabulary, grammar, text)
+
+
+def test_a_tag_in_a_thought_begins_no_call(vocabulary: tuple[Tokenizer, Grammars]) -> None:
+    """Where tags are text. (Special tokens cannot be written in thoughts behind a grammar.)"""
+    if special_in(vocabulary[0], "<tool_call>"):
+        return
+    for start, thought in (("open", "<think>Say <tool_call>?</think>"), ("thinking", "Say <tool_call>?</think>")):
+        grammar = grammar_of(vocabulary, HERMES, chosen(), start=start)  # type: ignore[arg-type]
+        good, bad = (answer(HERMES, [spelled(HERMES, "go", given)]) for given in (GOOD[0], BAD[0]))
+        assert takes(vocabulary, grammar, thought + good) and not takes(vocabulary, grammar, thought + bad)
+        assert takes(vocabulary, grammar, thought + "Hello")
+
+
+def test_answers_that_need_no_grammar_have_none(vocabulary: tuple[Tokenizer, Grammars]) -> None:
+    for tools in (None, chosen(strict=False)):
+        assert answer_grammar(None, tools, HERMES, Opening(THINK, "answer"), vocabulary[0]) is None
 
 
 @pytest.mark.parametrize("form", [HERMES, FORMS["deepseek_v31"]], ids=lambda form: form.name)

@@ -281,6 +281,11 @@ class AsyncEngine:
         """The engine's last word on itself; None before its first step."""
         return self._stats
 
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether its tokenizer and end token can be held to a grammar."""
+        return self._tracker.door.has_end
+
     def is_ready(self) -> bool:
         """Whether a request would be taken now, room in the queue aside."""
         return self._link is not None and not self._draining and self._dead is None

@@ -7,7 +7,7 @@ Both forms are made from the same events, so they say the same. Not here: prompt
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET, Struct
 
@@ -108,7 +108,8 @@ async def prepare_chat(
     prompt = await encode_messages(model, chat_prompt(request.messages, fields, state.config.max_messages))
     max_tokens, room = asked_length(request), model.engine.max_model_len
     token_ids = truncated(prompt.token_ids, request.truncate_prompt_tokens, room - (max_tokens or 1))
-    plan = plan_answer(model, prompt.text, use, structure)
+    ends_itself = model.engine.takes_grammars and not (request.ignore_eos or request.min_tokens)
+    plan = plan_answer(model, prompt.text, use, structure, ends_itself=ends_itself)
     structure = plan.structure
     grammar = None if structure is None else structure.grammar
     wanted = Wanted(max_tokens, num_top, grammar=grammar, shown_special_ids=plan.shown_special_ids)
@@ -128,8 +129,12 @@ class AnswerPlan:
     shown_special_ids: tuple[int, ...] = ()
 
 
-def plan_answer(model: ServedModel, prompt: str, use: ToolUse | None, structure: Structure | None) -> AnswerPlan:
-    """From the end of the prompt, the model's formats and the request. Raises ApiError if calls cannot be forced."""
+def plan_answer(
+    model: ServedModel, prompt: str, use: ToolUse | None, structure: Structure | None, *, ends_itself: bool
+) -> AnswerPlan:
+    """From the end of the prompt, the model's formats and the request. `ends_itself`: a grammar may end the answer;
+    else a second call is dropped, not prevented. Raises ApiError if calls cannot be
+    forced."""
     thinking, form, tokenizer = model.formats.thinking, model.formats.calls, model.tokenizer
     if use is not None and form is None:
         if use.forced:
@@ -138,7 +143,8 @@ def plan_answer(model: ServedModel, prompt: str, use: ToolUse | None, structure:
     if tokenizer is None or (thinking is None and use is None):
         return AnswerPlan(structure, Reading())
     start = start_of(prompt, thinking)
-    structure = answer_grammar(structure, use, form or HERMES, Opening(thinking, start), tokenizer)
+    held = use if use is None or ends_itself else replace(use, many=True)
+    structure = answer_grammar(structure, held, form or HERMES, Opening(thinking, start), tokenizer)
     rules = ParseRules(
         thinking,
         None if use is None else form,

@@ -6,14 +6,15 @@ spelled by their ids, all others as text.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coterie.engine import grammar_text
 from coterie.server.errors import bad_request
-from coterie.server.formats import Tags, Tool, ToolFormat
+from coterie.server.formats import Tags, Tool, ToolFormat, loosened
 from coterie.server.parsers import Start
 from coterie.server.structured import Structure
 from coterie.server.tools import ToolUse
@@ -21,6 +22,7 @@ from coterie.server.tools import ToolUse
 if TYPE_CHECKING:
     from coterie.engine.tokenizer import Tokenizer
 
+_ANY = r"(.|\n)*"
 Spell = Callable[[str], str]
 """A text as a part of a Lark rule."""
 
@@ -37,17 +39,18 @@ def answer_grammar(
     structure: Structure | None, use: ToolUse | None, form: ToolFormat, opening: Opening, tokenizer: Tokenizer
 ) -> Structure | None:
     """What the answer must follow, None if it is free. Forced calls win over a structure; where the model may choose,
-    it calls or follows the structure."""
-    calls = None if use is None or not (use.forced or structure) else _calls(use, form, speller(tokenizer))
-    if calls is None and structure is None:
-        return None
+    it calls or follows the structure, and without one writes what it likes until a call begins, which is then held to
+    the format, and to the schema of a strict tool; if there may be one call only, the answer ends with it."""
     before, helpers = _thinking(opening, tokenizer)
-    if calls is None:
-        assert structure is not None
-        if not before:
+    if use is None:
+        if structure is None or not before:
             return structure
         return Structure(_with_body(f"start: {before} @body\n{helpers}", structure), structure.field)
-    assert use is not None
+    if not use.forced and structure is None:
+        if use.many and not use.is_strict:
+            return None
+        return Structure(_triggered(use, form, opening, before, tokenizer) + helpers, "tools")
+    calls = _calls(use.forced or tuple(use.tools.values()), form, speller(tokenizer), many=use.many)
     if use.forced or structure is None:
         return Structure(f"start: {before} calls\n{helpers}{calls}", "tools")
     return Structure(_with_body(f"start: {before} (calls | @body)\n{helpers}{calls}", structure), structure.field)
@@ -63,17 +66,17 @@ def _with_body(rules: str, structure: Structure) -> str:
 def speller(tokenizer: Tokenizer) -> Spell:
     """How a text is spelled so that it can be generated."""
 
-    def spell(text: str) -> str:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if tokenizer.special_ids.isdisjoint(ids):
-            return grammar_text.literal(text)
-        parts = re.split("(" + "|".join(re.escape(tag) for tag in special_in(tokenizer, text).values()) + ")", text)
-        by_text = {tag: token for token, tag in special_in(tokenizer, text).items()}
-        return " ".join(
-            f"<[{by_text[part]}]>" if part in by_text else grammar_text.literal(part) for part in parts if part
-        )
+    return lambda text: " ".join(_parts(text, tokenizer))
 
-    return spell
+
+def _parts(text: str, tokenizer: Tokenizer) -> list[str]:
+    """A text as literals and special tokens."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if tokenizer.special_ids.isdisjoint(ids):
+        return [grammar_text.literal(text)]
+    by_text = {tag: token for token, tag in special_in(tokenizer, text).items()}
+    parts = re.split("(" + "|".join(map(re.escape, by_text)) + ")", text)
+    return [f"<[{by_text[part]}]>" if part in by_text else grammar_text.literal(part) for part in parts if part]
 
 
 def special_in(tokenizer: Tokenizer, text: str) -> dict[int, str]:
@@ -104,23 +107,44 @@ def _pattern(text: str) -> str:
     return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
 
 
-def _calls(use: ToolUse, form: ToolFormat, spell: Spell) -> str:
-    """Rules of one call or several, of the tools that may be called.
+def _triggered(use: ToolUse, form: ToolFormat, opening: Opening, before: str, tokenizer: Tokenizer) -> str:
+    """Rules of an answer that is free until the tag that begins a call, or a section of them: from there on it is one.
+
+    The text before a tag is one lexeme with it, which ends with the first tag; where the tag, or a part of it, is a
+    special token, no text can hold it. Text that begins with an opening tag of thinking is a thought, if it may be.
+    """
+    tag = (form.call if form.section is None else form.section).open
+    parts = _parts(tag, tokenizer)
+    text = "" if parts[0].startswith("<[") else json.loads(parts.pop(0))
+    tags = opening.thinking if opening.start == "open" else None
+    is_no_thought = "" if tags is None else f" & ~/\\s*{_pattern(tags.open)}{_ANY}/"
+    lead = f"lead{'' if parts else '[lazy]'}: LEAD\nLEAD: /{_ANY}{_pattern(text)}/{is_no_thought}\n"
+    begun = " ".join(["lead", *parts, "calls"])
+    body = f"({begun})* free" if use.many else f"({begun} | free)"
+    tools = tuple(tool if tool.strict else loosened(tool, form) for tool in use.tools.values())
+    calls = _calls(tools, form, speller(tokenizer), many=use.many, begun=True)
+    return f"start: {before} {body}\nfree: /{_ANY}/\n{lead}{calls}"
+
+
+def _calls(tools: Sequence[Tool], form: ToolFormat, spell: Spell, *, many: bool, begun: bool = False) -> str:
+    """Rules of one call or several. `begun`: the first tag is already there, and text comes between calls without a
+    section.
 
     A separator is one lexeme with what follows it: the lexer takes the longest and never goes back.
     """
-    tools = use.forced or tuple(use.tools.values())
     rules, ends = [], dict[str, str]()
     for i, tool in enumerate(tools):
         opening, rest = _call(tool, form, spell, ends)
-        rules += [f"first_{i}: {spell(opening)} rest_{i}", f"next_{i}: {spell(form.separator + opening)} rest_{i}"]
+        first = opening.removeprefix(form.call.open) if begun and form.section is None else opening
+        rules += [f"first_{i}: {spell(first)} rest_{i}", f"next_{i}: {spell(form.separator + opening)} rest_{i}"]
         rules.append(f"rest_{i}: {rest}")
     inner = f"({' | '.join(f'first_{i}' for i in range(len(tools)))})"
-    if use.many:
+    if many and not (begun and form.section is None):
         inner += f" ({' | '.join(f'next_{i}' for i in range(len(tools)))})*"
     if form.section is not None:
         before, after = form.section_padding
-        inner = f"{spell(form.section.open + before)} {inner} {spell(after + form.section.close)}"
+        opened = before if begun else form.section.open + before
+        inner = f"{spell(opened) if opened else ''} {inner} {spell(after + form.section.close)}"
     return "\n".join([f"calls: {inner}", *rules, *ends.values()]) + "\n"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -32,10 +32,13 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. `parameters`: a JSON schema of an object."""
+    """A function that the model may call. `parameters`: a JSON schema of an object. `strict`: arguments must follow it
+    even where the model may choose whether to call. any_order: so may pairs of tags come, and as often as they like."""
 
     name: str
     parameters: Mapping[str, Any]
+    strict: bool = False
+    any_order: bool = False
 
 
 Tools = Mapping[str, Tool]
@@ -323,6 +326,14 @@ def _force_coder(tool: Tool) -> list[Piece]:
     return [Piece(f"\n<function={tool.name}>\n"), *members, Piece("</function>\n")]
 
 
+def loosened(tool: Tool, form: ToolFormat) -> Tool:
+    """A tool whose arguments need not follow its schema: any object, or declared parameters with any values. Whatever
+    the schema says, this can be enforced."""
+    if form.pairs is None:
+        return Tool(tool.name, {"type": "object"})
+    return replace(tool, any_order=True)
+
+
 _PLAIN_KEYS = frozenset({"type", "title", "description", "default", "examples"})
 _LENGTH_KEYS = _PLAIN_KEYS | {"minLength", "maxLength"}
 
@@ -334,6 +345,8 @@ def _properties(tool: Tool) -> Mapping[str, Any]:
 
 def _force_members(tool: Tool, opening: Callable[[str, bool], str], closing: str) -> list[Piece]:
     """Each declared parameter at most once, in order. Strings are raw text, all else is JSON by its own schema."""
+    if tool.any_order:
+        return _any_members(tool, opening, closing)
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
     required = tool.parameters.get("required") or ()
     pieces: list[Piece] = []
@@ -344,6 +357,18 @@ def _force_members(tool: Tool, opening: Callable[[str, bool], str], closing: str
         one = [Piece(opening(name, raw is not None)), *(raw or as_json)]
         pieces += one if name in required else [Piece("(", kind="rule"), *one, Piece(")?", kind="rule")]
     return pieces
+
+
+def _any_members(tool: Tool, opening: Callable[[str, bool], str], closing: str) -> list[Piece]:
+    """Any text as a value; where a tag says that it is JSON, any JSON."""
+    pieces: list[Piece] = []
+    for name in _properties(tool):
+        pieces.append(Piece(" | " if pieces else "(", kind="rule"))
+        pieces += [Piece(opening(name, True)), Piece(closing, kind="until")]
+        if opening(name, False) != opening(name, True):
+            value = [Piece(json_part({}), kind="rule"), Piece(closing)]
+            pieces += [Piece(" | ", kind="rule"), Piece(opening(name, False)), *value]
+    return [*pieces, Piece(")*", kind="rule")] if pieces else []
 
 
 def _resolved(schema: Any, shared: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -25,6 +25,7 @@ class _Function(Struct, frozen=True):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Declaration(Struct, frozen=True):
@@ -51,6 +52,11 @@ class ToolUse:
     forced: tuple[Tool, ...]
     many: bool
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether a call must follow its tool's schema wherever it begins."""
+        return not self.forced and any(tool.strict for tool in self.tools.values())
+
 
 def tool_use(request: ChatRequest) -> ToolUse | None:
     """What a request's tools come to, None without any. Raises ApiError naming the field at fault."""
@@ -64,7 +70,9 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
         function = _read(one, _Declaration, f"tools[{i}]").function
         if function.name in tools:
             raise bad_request(f"tools[{i}].function.name: {function.name!r} is declared twice", param=f"tools[{i}]")
-        tools[function.name] = Tool(function.name, {"type": "object", **(function.parameters or {})})
+        tools[function.name] = Tool(
+            function.name, {"type": "object", **(function.parameters or {})}, strict=function.strict is True
+        )
     return ToolUse(tools, declared, _forced(choice, tools), request.parallel_tool_calls is not False)
 
 
