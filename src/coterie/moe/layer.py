@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +15,19 @@ from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 
 T = TypeVar("T")
+
+
+class _Once:
+    """A result that is computed when it is first asked for."""
+
+    def __init__(self, compute: Callable[[], Array | None]) -> None:
+        self._compute = compute
+        self._values: list[Array | None] = []
+
+    def value(self) -> Array | None:
+        if not self._values:
+            self._values.append(self._compute())
+        return self._values[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +59,34 @@ class MoELayer:
             self.timer.lap("experts", self.layer)
             return hidden
         dispatching = self.dispatcher.dispatch(x, routed, batch.host.most_tokens)
-        dispatched = yield from self._watch("dispatch", dispatching)
+        shared = _Once(lambda: self._shared(x, batch))
+        dispatched = yield from self._watch("dispatch", dispatching, shared)
         if self.load is not None:
             self.load.record(self.layer, dispatched.routed_counts)
         self.timer.lap("dispatch", self.layer)
-        shared = self._shared(x, batch)
+        own = shared.value()
         outputs = self.experts.forward(dispatched.rows, dispatched.counts)
         self.timer.lap("experts", self.layer)
-        hidden = yield from self._watch("combine", self.dispatcher.combine(outputs, dispatched, routed, shared))
+        hidden = yield from self._watch("combine", self.dispatcher.combine(outputs, dispatched, routed, own))
         self.timer.lap("combine", self.layer)
         return hidden
 
-    def _watch(self, stage: str, exchanging: Generator[Handle, None, T]) -> Generator[Handle, None, T]:
-        """The same generator, with its work, its waiting and its exchanges timed apart."""
+    def _watch(
+        self, stage: str, exchanging: Generator[Handle, None, T], meanwhile: _Once | None = None
+    ) -> Generator[Handle, None, T]:
+        """The same generator, with its work, its waiting and its exchanges timed apart.
+
+        `meanwhile` is computed while its first payload travels.
+        """
         while True:
             try:
                 handle = next(exchanging)
             except StopIteration as end:
                 return end.value
             self.timer.lap(stage, self.layer)
+            if meanwhile is not None and handle.carries_rows:
+                meanwhile.value()
+                self.timer.lap("experts", self.layer)
             yield handle
             handle.wait()
             self.timer.lap("wait", self.layer)
