@@ -1,8 +1,8 @@
 """TensorGroup: the exchanges of a tensor-parallel group. Each rank has some columns, heads or rows; all get the whole.
 
 Every method is a generator that yields the handle it waits for, as a layer's stages do. All ranks of a group have the
-same rows in the same step, so they enter the same exchanges, and none where there are no rows. Values are moved, never
-added, so nothing is rounded. Which columns are whose: `spec.tensor_split`; what is computed of them: `model`, `moe`.
+same rows in the same step, so they enter the same exchanges, also where there are none. Values are moved, never added,
+so nothing is rounded. Which columns are whose: `spec.tensor_split`; what is computed of them: `model`, `moe`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class TensorGroup:
 
     def rows(self, block: Array, count: int) -> Gathering:
         """This rank's share of the rows [t, H] -> all [count, H]."""
-        if count == 0:
-            return block
         host, shares = self._host(block), self.split.rows(count)
         counts = [end - first for first, end in shares]
         arrived = yield from self._to_all(host, [n * host.shape[1] for n in counts])
@@ -75,8 +73,6 @@ class TensorGroup:
         ranges, count = self.split.all_columns(width), block.shape[0]
         if block.shape[1] == width:
             return self.own_rows(block)
-        if count == 0:
-            return self._none(width)
         host, rank = self._host(block), self.transport.rank
         shares = self.split.rows(count)
         own = shares[rank][1] - shares[rank][0]
@@ -88,8 +84,6 @@ class TensorGroup:
         width, count, rank = ranges[-1][1], block.shape[0], self.transport.rank
         if block.shape[1] == width:
             return block
-        if count == 0:
-            return self._none(width)
         host = self._host(block)
         if first_only:
             sent = [host.size if to == 0 else 0 for to in range(len(ranges))]
@@ -98,9 +92,6 @@ class TensorGroup:
             return self._join(pieces, ranges, count if rank == 0 else 0)
         pieces = yield from self._to_all(host, [count * (end - first) for first, end in ranges])
         return self._join(pieces, ranges, count)
-
-    def _none(self, width: int) -> Array:
-        return self.kernels.from_host(np.empty((0, width), np.float32))
 
     def _host(self, block: Array) -> NDArray[Any]:
         return np.ascontiguousarray(self.kernels.to_host(block))

@@ -18,6 +18,19 @@ from coterie.observe.stages import StageTimer
 T = TypeVar("T")
 
 
+class _Once:
+    """A result that is computed when it is first asked for."""
+
+    def __init__(self, computing: Generator[Handle, None, Array | None]) -> None:
+        self._computing = computing
+        self._values: list[Array | None] = []
+
+    def value(self) -> Generator[Handle, None, Array | None]:
+        if not self._values:
+            self._values.append((yield from self._computing))
+        return self._values[0]
+
+
 @dataclass(frozen=True, slots=True)
 class MoELayer:
     """One layer's routed and shared experts. `load` (if any) is handed the expert counts, unread.
@@ -50,27 +63,36 @@ class MoELayer:
             self.timer.lap("experts", self.layer)
             return hidden
         dispatching = self.dispatcher.dispatch(own, routed, batch.host.most_tokens)
-        dispatched = yield from self._watch("dispatch", dispatching)
+        shared = _Once(self._shared(x, own, batch))
+        dispatched = yield from self._watch("dispatch", dispatching, shared)
         if self.load is not None:
             self.load.record(self.layer, dispatched.routed_counts)
         self.timer.lap("dispatch", self.layer)
-        shared = yield from self._shared(x, own, batch)
+        beside = yield from shared.value()
         outputs = self.experts.forward(dispatched.rows, dispatched.counts)
         self.timer.lap("experts", self.layer)
-        hidden = yield from self._watch("combine", self.dispatcher.combine(outputs, dispatched, routed, shared))
+        hidden = yield from self._watch("combine", self.dispatcher.combine(outputs, dispatched, routed, beside))
         self.timer.lap("combine", self.layer)
         if self.group is not None:
             hidden = yield from self.group.rows(hidden, batch.num_tokens)
         return hidden
 
-    def _watch(self, stage: str, exchanging: Generator[Handle, None, T]) -> Generator[Handle, None, T]:
-        """The same generator, with its work, its waiting and its exchanges timed apart."""
+    def _watch(
+        self, stage: str, exchanging: Generator[Handle, None, T], meanwhile: _Once | None = None
+    ) -> Generator[Handle, None, T]:
+        """The same generator, with its work, its waiting and its exchanges timed apart.
+
+        `meanwhile` is computed while its first payload travels.
+        """
         while True:
             try:
                 handle = next(exchanging)
             except StopIteration as end:
                 return end.value
             self.timer.lap(stage, self.layer)
+            if meanwhile is not None and handle.carries_rows:
+                yield from meanwhile.value()
+                self.timer.lap("experts", self.layer)
             yield handle
             handle.wait()
             self.timer.lap("wait", self.layer)
