@@ -77,20 +77,22 @@ def test_the_shipped_model(tp: int, micro_batches: int) -> None:
     assert_equal(Model(ModelSpec.from_hf(path), NativeKernels(1), {}, path), tp, micro_batches)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", ["mla q_lora", "gqa norms"])
-def test_two_groups_of_two_with_different_requests(name: str) -> None:
+def test_two_groups_of_two_with_different_requests(name: str, micro_batches: int) -> None:
     """dp 2 x tp 2: experts on all four ranks; a group without work takes part; each row is routed once."""
     spec = family(name)
     model, groups = Model(spec, NativeKernels(1), DUMMY), [Sequences((14, 3)), Sequences((1, 25))]
     parts = [
         [[(0, 0, 14)], []],
-        [[(1, 0, 3)], [(0, 0, 1), (1, 0, 25)]],
+        [[(1, 0, 3)], [(1, 0, 25)]],
+        [[], [(0, 0, 1)]],
         [[], []],
     ]
     batches = [[g.step(p) for g, p in zip(groups, step, strict=True)] for step in parts]
     blocks = max(group.num_blocks for group in groups)
     ranks = model.ranks(2, 2, blocks)
-    found = run_steps(ranks, 2, batches)
+    found = run_steps(ranks, 2, batches, micro_batches)
     total = sum(batch.num_tokens for step in batches for batch in step)
     counted = sum(rank.model.runtime.load.read().sum() for rank in ranks)
     moe = [moe for _, moe in spec.moe_layers()]
