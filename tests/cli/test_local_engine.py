@@ -19,6 +19,7 @@ from coterie.engine.config import EngineConfig
 from coterie.engine.messages import Stats
 from coterie.engine.output import ChoiceDelta, PromptInfo, RequestTimes
 from coterie.spec.errors import CoterieError
+from coterie.spec.parallel import ParallelConfig
 
 
 class ByteTokenizer:
@@ -59,7 +60,10 @@ class ScriptedEngine:
         self.refuse_longer_than = 10_000
         self.pieces = [("Hel", (5, 6)), ("", (7,)), ("lo", (8,))]
 
-    def launch(self, path: object, config: EngineConfig, *, progress: object = None) -> ScriptedEngine:
+    def launch(
+        self, path: object, config: EngineConfig, *, progress: object = None, parallel: ParallelConfig
+    ) -> ScriptedEngine:
+        assert parallel.is_single
         assert callable(progress)
         progress(50, 100)
         self.launched.append((path, config))

@@ -65,7 +65,7 @@ class MockRunner:
     memory: dict[int, int] = field(default_factory=dict)
     batches: list[ForwardBatch] = field(default_factory=list)
 
-    def run(self, batch: ForwardBatch) -> np.ndarray:
+    def run(self, batch: ForwardBatch, *, micro_batches: int = 1) -> np.ndarray:
         time.sleep(self.delay)
         self.batches.append(batch)
         if self.poison & set(batch.token_ids.tolist()):

@@ -78,7 +78,7 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
     llm = make_llm(None, core)
     run = runner.run
 
-    def interrupt(batch: Any) -> Any:
+    def interrupt(batch: Any, *, micro_batches: int = 1) -> Any:
         raise KeyboardInterrupt
 
     runner.run = interrupt  # type: ignore[method-assign]

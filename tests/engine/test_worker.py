@@ -22,7 +22,7 @@ from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
 from coterie.engine.errors import EngineDead
 from coterie.engine.messages import Abort, Drain, FromEngine, Output, Stats, ToEngine
-from coterie.engine.process import start_process
+from coterie.engine.process import Hello, start_process
 from coterie.engine.wire import Wire
 from coterie.engine.worker import EngineLink, EngineLoop, serve_wire, start_thread
 from coterie.spec.errors import CoterieError
@@ -265,14 +265,14 @@ def test_an_announced_frame_takes_no_memory_before_it_comes() -> None:
 def test_a_process_that_cannot_load_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonsense"}))
     with pytest.raises(CoterieError, match="nonsense"):
-        start_process(str(tmp_path), EngineConfig())
+        start_process(Hello(str(tmp_path), EngineConfig()))
 
 
 def test_sending_to_an_ended_process_is_engine_dead(tmp_path: Path, tiny_config: dict) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config))
     loads: list[tuple[int, int]] = []
     config = EngineConfig(load_format="dummy", threads=1, max_model_len=64, page_size=16)
-    started = start_process(str(tmp_path), config, lambda done, total: loads.append((done, total)))
+    started = start_process(Hello(str(tmp_path), config), lambda done, total: loads.append((done, total)))
     heard = Heard()
     link = started.listen(heard.deliver, heard.reasons.put)
     link.send(make_add("a", [1, 2, 3]))

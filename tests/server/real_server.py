@@ -51,7 +51,7 @@ class ScriptRunner:
         self.timer = StageTimer()
         self._scripts, self._memory = scripts, dict[int, int]()
 
-    def run(self, batch: ForwardBatch) -> np.ndarray:
+    def run(self, batch: ForwardBatch, *, micro_batches: int = 1) -> np.ndarray:
         assert batch.slot_mapping is not None and batch.block_tables is not None
         self._memory.update(zip(batch.slot_mapping.tolist(), batch.token_ids.tolist(), strict=True))
         rows = np.zeros((len(batch.logit_rows), TINY["vocab_size"]), np.float32)
@@ -101,7 +101,7 @@ class Spy:
         self.release.clear()
         self._hold = when
 
-    def _watched(self, batch: ForwardBatch) -> np.ndarray:
+    def _watched(self, batch: ForwardBatch, *, micro_batches: int = 1) -> np.ndarray:
         requests = [request for request in self.core.scheduler.requests() if request.num_scheduled_tokens]
         self.steps.append({request.request_id for request in requests})
         for request in requests:
@@ -110,7 +110,7 @@ class Spy:
             self._hold = None
             self.held.set()
             assert self.release.wait(30)
-        return self._run(batch)
+        return self._run(batch, micro_batches=micro_batches)
 
     def link(self, engine: AsyncEngine) -> EngineLink:
         """Start the engine's thread with ears on both directions."""

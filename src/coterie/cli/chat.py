@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from coterie.cli.common import Timing, engine_options, error_console, sampling_options, sampling_params
+from coterie.cli.parallel import parallel_options
 from coterie.cli.remote import RemoteServer
 from coterie.cli.session import LocalEngine
 from coterie.engine.config import EngineConfig
@@ -31,6 +32,7 @@ HELP = "/reset starts over, /exit leaves, Ctrl-C stops an answer"
 
 @click.command()
 @engine_options
+@parallel_options
 @click.option("--url", help="Talk with a running server, as in http://127.0.0.1:8000.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="Key for --url. [env: OPENAI_API_KEY]")
 @click.option("--system", help="System message.")

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from coterie.cli.common import engine_options, sampling_options, sampling_params
+from coterie.cli.parallel import parallel_options
 from coterie.cli.session import Answer, LocalEngine
 from coterie.spec.errors import CoterieError
 
@@ -31,6 +32,7 @@ class TokenIds(click.ParamType):
 
 @click.command()
 @engine_options
+@parallel_options
 @click.option("--prompt", "-p", help="Text to continue.")
 @click.option("--prompt-file", type=click.Path(exists=True, dir_okay=False, allow_dash=True),
               help="File whose text to continue; - is stdin.")  # fmt: skip

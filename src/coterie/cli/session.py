@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from coterie.cli.common import LoadProgress, Timing, engine_config, error_console, model_folder
+from coterie.cli.parallel import parallel_config
 from coterie.engine.frontend import AsyncEngine
 from coterie.engine.messages import FinishReason, SamplingParams
 from coterie.engine.output import PromptInfo, RequestTimes
@@ -47,13 +48,13 @@ class LocalEngine:
     def __init__(self, values: Mapping[str, Any], *, needs_text: bool = False) -> None:
         self._runner = asyncio.Runner()
         self._template: ChatTemplate | None = None
-        folder, config = model_folder(values), engine_config(values)
+        folder, config, parallel = model_folder(values), engine_config(values), parallel_config(values)
         is_folder = folder is not None and (Path(folder) / "config.json").is_file()
         if needs_text and folder is not None and is_folder and not (Path(folder) / "tokenizer.json").is_file():
             raise _reads_no_text(Path(folder).resolve().name)
         started = time.monotonic()
         with LoadProgress(error_console()) as progress:
-            self.engine = AsyncEngine.launch(folder, config, progress=progress)
+            self.engine = AsyncEngine.launch(folder, config, progress=progress, parallel=parallel)
         self.load_seconds = time.monotonic() - started
 
     def __enter__(self) -> LocalEngine:

@@ -38,7 +38,7 @@ class Door:
         return cls(
             vocab_size=info.files.spec.vocab_size,
             max_model_len=info.max_model_len,
-            max_running=info.config.max_running_requests,
+            max_running=info.config.max_running_requests * info.num_ranks,
             max_queued=info.config.max_queued_requests,
             has_text=info.files.tokenizer is not None,
             has_end=info.files.tokenizer is not None and bool(info.files.eos_token_ids),

@@ -30,6 +30,7 @@ from coterie.model.gguf import open_gguf
 from coterie.model.gguf_file import find_gguf
 from coterie.model.load_report import LoadProgress
 from coterie.model.loader import LoadedWeights, load_weights
+from coterie.model.shard import ExpertShard
 from coterie.model.transformer import Runtime, Transformer
 from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
@@ -69,7 +70,10 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a front end must know of an engine. `load_lines`: the loader's report. `service`: its service classes."""
+    """What a front end must know of an engine. `load_lines`: the loader's report. `service`: its service classes.
+
+    `num_ranks`: each of them runs up to `max_running_requests`.
+    """
 
     files: ModelFiles
     config: EngineConfig
@@ -77,6 +81,7 @@ class EngineInfo:
     report: tuple[Choice, ...]
     load_lines: tuple[str, ...] = ()
     service: ServiceConfig = NO_CLASSES
+    num_ranks: int = 1
 
 
 def open_model(source: ModelSource, *, strict: bool = False) -> ModelFiles:
@@ -100,6 +105,14 @@ def open_model(source: ModelSource, *, strict: bool = False) -> ModelFiles:
     return ModelFiles(spec, folder, tokenizer, eos)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one of several ranks holds and may take: its experts, and bytes of memory for weights and cache."""
+
+    experts: ExpertShard
+    memory: int
+
+
 def build_engine(
     source: ModelSource | ModelFiles,
     config: EngineConfig,
@@ -107,17 +120,22 @@ def build_engine(
     *,
     record_experts: bool = False,
     service: ServiceConfig = NO_CLASSES,
+    share: Share | None = None,
 ) -> tuple[EngineCore, EngineInfo]:
     """Load a model and make its engine. Raises `CoterieError` for whatever cannot be run, with the numbers.
 
-    `record_experts` counts the rows of each expert in `core.runner.model.runtime.load`.
+    `record_experts` counts the rows of each expert in `core.runner.model.runtime.load`. With a `share` the engine can
+    compute nothing before it joins its group (`engine.rank`).
     """
     files = source if isinstance(source, ModelFiles) else open_model(source, strict=config.strict)
     spec = files.spec
     check_config(spec, config)
     kernels, chosen = select(config.backend, threads=config.threads, isa=config.isa)
-    loaded = _load(files, config, kernels, progress)
-    resolved = resolve(spec, config, loaded.kind, available_memory())
+    loaded = load_share(files, config, kernels, progress, share)
+    left = available_memory()
+    if share is not None:  # the other ranks of this machine load meanwhile
+        left = min(left, share.memory - sum(need.nbytes for need in loaded.needs))
+    resolved = resolve(spec, config, loaded.kind, left)
     load = _expert_load(spec, kernels) if record_experts else None
     runner = _runner(spec, loaded, resolved, config, Runtime(kernels, LocalTransport(), StageTimer(), load))
     limits = SchedulerLimits(
@@ -148,7 +166,16 @@ def _queued(config: EngineConfig, service: ServiceConfig) -> int:
     return 2 * sum(config.max_running_requests + (cap or config.max_queued_requests) for cap in caps)
 
 
-def _load(files: ModelFiles, config: EngineConfig, kernels: Kernels, progress: Progress | None) -> LoadedWeights:
+def load_share(
+    files: ModelFiles,
+    config: EngineConfig,
+    kernels: Kernels,
+    progress: Progress | None = None,
+    share: Share | None = None,
+) -> LoadedWeights:
+    """Load a model's weights as `config` says, all of them or a rank's share. Raises `CoterieError`."""
+    memory = available_memory() if share is None else share.memory
+
     def tell(news: LoadProgress) -> None:
         if progress is not None:
             progress(news.bytes_done, news.bytes_total)
@@ -160,10 +187,11 @@ def _load(files: ModelFiles, config: EngineConfig, kernels: Kernels, progress: P
         dtype=config.dtype,
         quant=config.quant,
         load_format=config.load_format,
-        admit=lambda needs: check_weights_fit(needs, files.spec, config, available_memory()),
+        admit=lambda needs: check_weights_fit(needs, files.spec, config, memory),
         progress=tell,
         seed=config.seed,
         strict=config.strict,
+        shard=None if share is None else share.experts,
     )
 
 

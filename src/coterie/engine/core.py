@@ -1,8 +1,9 @@
 """EngineCore: one step after another, from a schedule to outputs. No threads, no text; a clock only to measure.
 
-A step: schedule -> make_batch -> runner.run -> sample -> scheduler.update -> outputs. Whatever fails inside a step ends
-the request it belongs to with an error Output, never the engine: if a batch raises, its requests are run again one by
-one, and only those that raise alone are given up.
+A step: schedule -> make_batch (`plan`) -> runner.run -> sample -> scheduler.update -> outputs (`execute`). Whatever
+fails inside a step ends the request it belongs to with an error Output, never the engine: if a batch raises, its step
+is not recorded and its requests are suspects, each of which gets a step of its own; who raises alone is given up. So
+every step has one forward, whatever happens, and several ranks stay in lock-step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engine.batch import logit_owners, make_batch
+from coterie.engine.errors import Desynchronised
 from coterie.engine.grammar import Grammars, GrammarThread
 from coterie.engine.messages import Add, ClassStats, Output, Stats, TokenLogprob
 from coterie.engine.pace import Pace
@@ -23,6 +25,7 @@ from coterie.engine.request import Request, Schedule, ScheduledRequest
 from coterie.engine.runner import ModelRunner
 from coterie.engine.sampler import Sampler
 from coterie.engine.scheduler import Progress, Scheduler
+from coterie.kernels.batch import ForwardBatch
 from coterie.spec.errors import CoterieError
 
 Owned = list[tuple[ScheduledRequest, NDArray[np.float32]]]
@@ -38,6 +41,18 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprobs: list[TokenLogprob] | None
+
+
+class Plan(NamedTuple):
+    """A step that was decided and not yet computed. `began`: when, on the monotonic clock."""
+
+    schedule: Schedule
+    batch: ForwardBatch
+    began: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch.num_tokens
 
 
 class EngineCore:
@@ -62,6 +77,7 @@ class EngineCore:
         self._prompt_rows: dict[str, PromptRows] = {}
         self._started: dict[str, float] = {}  # when a sequence that has said nothing yet was first computed
         self._news: list[Output] = []
+        self._suspects: set[str] = set()  # of a step that failed; each runs alone once
         self._pace = Pace()
 
     @property
@@ -83,6 +99,7 @@ class EngineCore:
             seed=params.seed or 0,
             want_logits=message.want_logits,
             rank=self.scheduler.classes.rank(message.service_class),
+            token_ids=[*message.prompt_token_ids, *message.resumed],
         )
         if params.grammar is None:
             self._queue(request)
@@ -116,21 +133,59 @@ class EngineCore:
 
     def step(self) -> list[Output]:
         """Run one step and return what is new, failures and aborts included."""
+        plan = self.plan()
+        if plan.num_tokens:
+            self.execute(plan)
+        return self.take_news()
+
+    def plan(self, *, patient: bool = True) -> Plan:
+        """Decide the next step, of no tokens if there is nothing to compute; one that is not executed is forgotten.
+
+        `patient`: wait a moment for a grammar if there is nothing else to do.
+        """
         self._timer.start()
         if self._grammars:
-            self._take_compiled(self._grammars)
+            self._take_compiled(self._grammars, patient=patient)
+        began, schedule = time.monotonic(), Schedule(())
         if self.scheduler.has_work:
-            began = time.monotonic()
-            schedule = self.scheduler.schedule(began)
+            schedule = self._without_suspects(self.scheduler.schedule(began))
             self._pace.begin(schedule)
             self._note_starts(schedule)
-            rows = self._gather_prompt_rows(self._run(schedule))
-            sampled = self._sample(rows)
-            self._timer.lap("sample")
-            tokens = {request_id: [token.token_id] for request_id, token in sampled.items()}
-            for progress in self.scheduler.update(schedule, tokens):
-                self._report(progress, sampled.get(progress.request.request_id))
-            self._pace.end(time.monotonic() - began)
+        try:
+            batch = make_batch(schedule, self._page_size)
+        except Exception as error:
+            self._suspect(schedule, error)
+            schedule = Schedule(())
+            batch = make_batch(schedule, self._page_size)
+        self._timer.lap("other")
+        return Plan(schedule, batch, began)
+
+    def execute(self, plan: Plan, micro_batches: int = 1) -> None:
+        """Compute a plan, of no tokens too, with one forward.
+
+        Raises Desynchronised if other ranks wait for this one in vain; then nothing was recorded.
+        """
+        schedule = plan.schedule
+        try:
+            logits = self.runner.run(plan.batch, micro_batches=micro_batches)
+        except Desynchronised as fault:
+            if fault.own:
+                self._suspect(schedule, fault)
+            raise
+        except Exception as error:
+            self._suspect(schedule, error)
+            return
+        self._suspects.difference_update(entry.request.request_id for entry in schedule.entries)
+        rows = self._gather_prompt_rows([(entry, logits[rows]) for entry, rows in logit_owners(schedule)])
+        sampled = self._sample(rows)
+        self._timer.lap("sample")
+        tokens = {request_id: [token.token_id] for request_id, token in sampled.items()}
+        for progress in self.scheduler.update(schedule, tokens):
+            self._report(progress, sampled.get(progress.request.request_id))
+        self._pace.end(time.monotonic() - plan.began)
+
+    def take_news(self) -> list[Output]:
+        """What is new since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -172,9 +227,9 @@ class EngineCore:
 
     # The parts of a step
 
-    def _take_compiled(self, grammars: GrammarThread) -> None:
+    def _take_compiled(self, grammars: GrammarThread, *, patient: bool) -> None:
         """Queue the requests whose grammar has become ready; whatever is wrong with one ends its request."""
-        busy = self.scheduler.has_work or bool(self._news)
+        busy = self.scheduler.has_work or bool(self._news) or not patient
         for ready in grammars.take(patience=0.0 if busy else GRAMMAR_PATIENCE):
             if ready.matcher is None:
                 self._refuse(ready.request, f"the grammar cannot be used: {ready.error}")
@@ -189,28 +244,21 @@ class EngineCore:
             if entry.request.num_output_tokens == 0:
                 self._started.setdefault(entry.request.request_id, now)
 
-    def _run(self, schedule: Schedule) -> Owned:
-        """Logits of every entry that has any; entries that fail are ended and left out."""
-        try:
-            return self._forward(schedule)
-        except Exception as error:
-            _log.exception("a step of %d requests failed", len(schedule.entries))
-            if len(schedule.entries) == 1:
-                self._fail(schedule.entries[0].request, error)
-                return []
-        rows: Owned = []
+    def _without_suspects(self, schedule: Schedule) -> Schedule:
+        """A schedule, or while there are suspects one of them alone."""
+        self._suspects = {name for name in self._suspects if self.scheduler.get(name) is not None}
         for entry in schedule.entries:
-            try:
-                rows += self._forward(Schedule((entry,)))
-            except Exception as error:
-                self._fail(entry.request, error)
-        return rows
+            if entry.request.request_id in self._suspects:
+                return Schedule((entry,), schedule.preempted)
+        return schedule
 
-    def _forward(self, schedule: Schedule) -> Owned:
-        batch = make_batch(schedule, self._page_size)
-        self._timer.lap("other")
-        logits = self.runner.run(batch)
-        return [(entry, logits[rows]) for entry, rows in logit_owners(schedule)]
+    def _suspect(self, schedule: Schedule, error: Exception) -> None:
+        """A step failed: end its request, or find out next which of several it was."""
+        _log.error("a step of %d requests failed", len(schedule.entries), exc_info=error)
+        if len(schedule.entries) == 1:
+            self._fail(schedule.entries[0].request, error)
+        else:
+            self._suspects = {entry.request.request_id for entry in schedule.entries}
 
     def _gather_prompt_rows(self, rows: Owned) -> Owned:
         """File the rows that requests wanted of their prompts; returns what is left to sample."""

@@ -17,16 +17,18 @@ from typing import NamedTuple, TypeVar
 from coterie.engine.admission import Door
 from coterie.engine.build import EngineInfo, Progress, build_engine, open_model
 from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
-from coterie.engine.errors import EngineDead
+from coterie.engine.errors import EngineDead, EngineRecovering
+from coterie.engine.launch import Launch
 from coterie.engine.messages import Drain, FromEngine, SamplingParams, ServiceClass, Stats, ToEngine
 from coterie.engine.output import RequestOutput, RequestTimes
-from coterie.engine.process import start_process
+from coterie.engine.process import Hello, start_process
 from coterie.engine.tracker import News, TrackedRequest, Tracker, collect, nobody_waits
 from coterie.engine.worker import Closed, Deliver, EngineLink, start_thread
 from coterie.kernels.select import Choice
 from coterie.model.shipped import shipped_model_path
 from coterie.observe.requests import RequestObserver
 from coterie.spec.errors import CoterieError
+from coterie.spec.parallel import ONE_RANK, ParallelConfig
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class RequestStream:
         """Start the request, once its grammar was tried. `wake` is called on the event loop whenever there is news, an
         end or a failure.
 
-        Raises InvalidRequest, EngineBusy or EngineDead; then nothing runs.
+        Raises InvalidRequest, EngineBusy, EngineRecovering or EngineDead; then nothing runs.
         """
         await self._engine._try_grammar(self._params)
         self.request = self._engine._start(self._prompt, self._params, self._name, wake)
@@ -148,16 +150,22 @@ class AsyncEngine:
         *,
         service: ServiceConfig = NO_CLASSES,
         own_process: bool = False,
+        parallel: ParallelConfig = ONE_RANK,
     ) -> AsyncEngine:
-        """Load a model (None: the shipped one) and start its engine on a thread, or in a process of its own.
+        """Load a model (None: the shipped one) and start its engine on a thread, in a process of its own, or in one for
+        each of several ranks.
 
         Blocks while loading; needs no event loop. Raises `CoterieError`.
         """
         path = model_path if model_path is not None else shipped_model_path()
         name = served_model_name or Path(path).resolve().name
-        if own_process:
+        if not parallel.is_single:
+            launch = Launch(path, config, service, parallel)
+            engine = cls(launch.load(progress), name)
+            engine.connect(launch.start(*engine.callbacks()))
+        elif own_process:
             files = open_model(path, strict=config.strict)
-            started = start_process(path, config, progress, service)
+            started = start_process(Hello(path, config, service), progress)
             ready = started.ready
             report = tuple(Choice(*line) for line in ready.report)
             info = EngineInfo(files, config, ready.max_model_len, report, tuple(ready.load_lines), service)
@@ -217,6 +225,8 @@ class AsyncEngine:
             raise EngineDead(self._dead)
         if self._draining or self._link is None:
             raise EngineDead("the engine is shutting down and takes nothing new")
+        if (reason := self._link.unavailable()) is not None:
+            raise EngineRecovering(f"nothing new is taken just now: {reason}")
         self._bind()
         if not self._tracker.num_sequences:
             self._last_heard = time.monotonic()
@@ -288,7 +298,13 @@ class AsyncEngine:
 
     def is_ready(self) -> bool:
         """Whether a request would be taken now, room in the queue aside."""
-        return self._link is not None and not self._draining and self._dead is None
+        if self._link is None or self._draining or self._dead is not None:
+            return False
+        return self.unavailable() is None
+
+    def unavailable(self) -> str | None:
+        """Why an engine of several ranks takes nothing new just now; None if it does."""
+        return None if self._link is None else self._link.unavailable()
 
     def is_alive(self) -> bool:
         """Whether the engine runs and, if it has work, said something lately."""

@@ -2,6 +2,7 @@
 
 Front end -> engine: Add, Abort, Drain. Engine -> front end: Output (one per request and step that has news), Stats.
 No text crosses: the front end tokenises, detokenises and watches stop strings; the engine knows token ids only.
+With several ranks there are besides Wake, Regroup and Leave to each rank, and Regrouped, Fault and Beat from it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Add(msgspec.Struct, frozen=True, tag="add"):
     """Start a sequence. n > 1 is n Adds whose `sample_index` differs; randomness is a function of (seed, sample_index,
     token index). `want_logits` returns the logits row of every prompt position (Python API, tests). `service_class`
-    None: the engine has one class only."""
+    None: the engine has one class only. `resumed`: tokens that another rank, now lost, had generated already; the
+    sequence goes on behind them."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -68,6 +70,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     sample_index: int = 0
     want_logits: bool = False
     service_class: ServiceClass | None = None
+    resumed: list[int] = []
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -80,12 +83,41 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Accept nothing new; stop the loop when the last sequence has finished."""
 
 
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """To every rank after each Add or Drain to any of them: there may be work. Ranks sleep only together, once none has
+    work and all have seen the same `number`."""
+
+    number: int
+
+
+class Regroup(msgspec.Struct, frozen=True, tag="regroup"):
+    """Make generation `generation` of the group: ranks `members` (their numbers, ascending), which meet at the store.
+
+    `slots`: experts of all members' slots, int32 little-endian [layers, slots]; what a rank lacks of its own it loads.
+    `gently`: nobody is lost, so leave the present generation together, at the end of a step. `wake`: as in Wake.
+    """
+
+    generation: int
+    members: list[int]
+    nodes: list[int]
+    slots: bytes
+    wake: int
+    gently: bool = False
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Leave generation `generation`, which cannot go on, and wait for a Regroup."""
+
+    generation: int
+
+
 class Output(msgspec.Struct, frozen=True, tag="output"):
     """News of one sequence: the tokens of this step and, at the end, why it ended.
 
     logprobs: per new token the chosen one first, then the best; prompt_logprobs: per prompt position (None for the
     first), sent once with the first output. logits: float32 rows as bytes [len(prompt), vocab], if asked for.
     prefill_seconds: from the step that first computed this sequence to its first output, which carries it.
+    retry_after: the request itself was not at fault, and may be made again after so many seconds.
     """
 
     request_id: str
@@ -98,6 +130,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     error: str | None = None
     logits: bytes | None = None
     prefill_seconds: float | None = None
+    retry_after: float | None = None
 
 
 class ClassStats(msgspec.Struct, frozen=True, array_like=True):
@@ -111,11 +144,42 @@ class ClassStats(msgspec.Struct, frozen=True, array_like=True):
     evictions: int
 
 
+class RankStats(msgspec.Struct, frozen=True, array_like=True):
+    """One of several ranks. `state`: loading, ready (to join), serving or lost."""
+
+    rank: int
+    node: int
+    state: str
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    generation_tokens: int = 0
+    steps: int = 0
+
+
+class GroupStats(msgspec.Struct, frozen=True):
+    """The group of several ranks: its generation and members, what was lost, how long that took.
+
+    detect_seconds, recovery_seconds: of the last fault, from the last sign of life of the lost rank to its being known,
+    and from there to serving again. retried, failed: sequences in flight that went on elsewhere, or ended in an error.
+    """
+
+    generation: int = 0
+    living: int = 0
+    faults: int = 0
+    detect_seconds: float = 0.0
+    recovery_seconds: float = 0.0
+    experts_loaded: int = 0
+    retried: int = 0
+    failed: int = 0
+    ranks: tuple[RankStats, ...] = ()
+
+
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """The engine's state after a step: gauges now, counters since the start, seconds per stage.
 
     prefill_rate: prompt tokens per second of late, 0 before any were computed; step_seconds: how long steps with
-    prompts took of late. classes: none if the engine has one class only.
+    prompts took of late. classes: none if the engine has one class only. group: of several ranks.
     """
 
     num_running: int
@@ -132,7 +196,33 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     prefill_rate: float = 0.0
     step_seconds: float = 0.0
     classes: tuple[ClassStats, ...] = ()
+    group: GroupStats | None = None
+
+
+class Regrouped(msgspec.Struct, frozen=True, tag="regrouped"):
+    """This rank is in a generation, having loaded so many experts for it."""
+
+    generation: int
+    experts_loaded: int = 0
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """This rank has fallen out of a generation and waits for the next. `missing`: ranks that did not answer it; `own`:
+    something failed here."""
+
+    generation: int
+    message: str
+    missing: list[int] = []
+    own: bool = False
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A rank's process is alive; it has entered `step`."""
+
+    step: int = 0
 
 
 ToEngine = Add | Abort | Drain
 FromEngine = Output | Stats
+ToRank = Add | Abort | Drain | Wake | Regroup | Leave
+FromRank = Output | Stats | Regrouped | Fault | Beat

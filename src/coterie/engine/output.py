@@ -24,7 +24,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, gc=False):
     """News of one choice (0 .. n-1). `text` is safe to show (no split character, no possible start of a stop string).
 
     `token_ids` and `logprobs` are this delta's: tokens whose text has been shown, so a token comes with the text that
-    completes it. Tokens past a stop string are neither shown nor counted.
+    completes it. Tokens past a stop string are neither shown nor counted. `retry_after`: see `Output`.
     `stop_reason`: the stop string or stop token id that ended it, if one did. One is made for every token, so it is a
     msgspec value, which is made faster than a frozen dataclass.
     """
@@ -36,6 +36,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    retry_after: float | None = None
 
     @property
     def is_plain_text(self) -> bool:

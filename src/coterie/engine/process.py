@@ -2,26 +2,31 @@
 
 They share one socket pair, inherited by the child, so that no port or path is open to anybody else. First the parent
 sends a Hello; the child loads, telling its progress, and answers Ready or Failed; from then on both speak engine
-messages.
+messages. With a seat the child is one of several ranks, and waits for the front end to form a group.
 """
 
 from __future__ import annotations
 
+import importlib
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from coterie.engine.build import Progress, build_engine
+from coterie.engine.build import Progress, Share, build_engine
 from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.errors import EngineDead
-from coterie.engine.messages import Output, Stats, ToEngine
+from coterie.engine.fingerprint import Fingerprint, fingerprint
+from coterie.engine.messages import FromRank, Output, Stats, ToEngine, ToRank
+from coterie.engine.rank import Rank, Seat, serve_rank
 from coterie.engine.wire import Wire
 from coterie.engine.worker import Closed, Deliver, EngineLink, serve_wire
+from coterie.model.shard import ExpertShard
 from coterie.spec.errors import CoterieError
 
 
@@ -31,6 +36,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     model_path: str
     config: EngineConfig
     service: ServiceConfig = NO_CLASSES
+    seat: Seat | None = None
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -41,11 +47,12 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine runs."""
+    """The engine runs, or the rank is loaded. `fingerprint`: of a rank."""
 
     max_model_len: int
     report: list[tuple[str, str, str]]
     load_lines: list[str]
+    fingerprint: Fingerprint | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -54,7 +61,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-FromChild = Loading | Ready | Failed | Output | Stats
+FromChild = Loading | Ready | Failed | FromRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +94,26 @@ class StartedProcess:
         return EngineLink(send, thread.join, self.child.kill)
 
 
-def start_process(
-    model_path: str, config: EngineConfig, progress: Progress | None = None, service: ServiceConfig = NO_CLASSES
-) -> StartedProcess:
+def start_process(hello: Hello, progress: Progress | None = None) -> StartedProcess:
     """Start a child, let it load, and return when it is ready. Raises `CoterieError` with the child's own message."""
+    return wait_ready(*spawn(hello), progress)
+
+
+def spawn(hello: Hello) -> tuple[Wire[FromChild], subprocess.Popen[bytes]]:
+    """Start a child that begins to load."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     command = [sys.executable, "-m", "coterie.engine.process", str(theirs.fileno())]
     child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     wire: Wire[FromChild] = Wire(ours, FromChild)  # type: ignore[arg-type]
-    wire.send(Hello(model_path, config, service))
+    wire.send(hello)
+    return wire, child
+
+
+def wait_ready(
+    wire: Wire[FromChild], child: subprocess.Popen[bytes], progress: Progress | None = None
+) -> StartedProcess:
+    """Wait until a child is loaded."""
     for message in wire.receive():
         if isinstance(message, Ready):
             return StartedProcess(message, wire, child)
@@ -111,27 +128,36 @@ def start_process(
 def main(descriptor: int) -> None:
     """The child: load what the Hello says, then serve until drained or alone."""
     connection = socket.socket(fileno=descriptor)
-    wire: Wire[Hello | ToEngine] = Wire(connection, Hello | ToEngine)  # type: ignore[arg-type]
+    wire: Wire[Hello | ToRank] = Wire(connection, Hello | ToRank)  # type: ignore[arg-type]
     messages = wire.receive()
     hello = next(messages, None)
     if not isinstance(hello, Hello):
         return
+    seat = hello.seat
+    if seat is not None:  # takes a second in which nothing else here runs: not once there must be signs of life
+        importlib.import_module("coterie.comm.torch_dist")
+    share = None if seat is None else Share(ExpertShard(seat.experts), seat.memory)
     try:
         core, info = build_engine(
             hello.model_path,
             hello.config,
             lambda done, total: wire.send(Loading(done, total)),
             service=hello.service,
+            share=share,
         )
+        mark = None if seat is None else fingerprint(info)
     except CoterieError as error:
         wire.send(Failed(str(error)))
         return
     report = [(choice.what, choice.value, choice.reason) for choice in info.report]
-    wire.send(Ready(info.max_model_len, report, list(info.load_lines)))
-    serve_wire(core, wire, engine_messages(messages))
+    wire.send(Ready(info.max_model_len, report, list(info.load_lines), mark))
+    if seat is None:
+        serve_wire(core, wire, engine_messages(messages))
+    else:
+        serve_rank(Rank(core, info, seat), wire, engine_messages(messages))
 
 
-def engine_messages(messages: Iterator[Hello | ToEngine]) -> Iterator[ToEngine]:
+def engine_messages(messages: Iterator[Hello | ToRank]) -> Iterator[Any]:
     """The rest of a connection: a second Hello is nothing."""
     for message in messages:
         if not isinstance(message, Hello):

@@ -180,7 +180,16 @@ class Tracker:
             error = output.error if reason == "error" else None
             self._tell(
                 choice,
-                ChoiceDelta(choice.index, shown.text, shown.token_ids, shown.logprobs, reason, stop_reason, error),
+                ChoiceDelta(
+                    choice.index,
+                    shown.text,
+                    shown.token_ids,
+                    shown.logprobs,
+                    reason,
+                    stop_reason,
+                    error,
+                    output.retry_after,
+                ),
             )
         if choice.index == 0 and request.early is not None:
             self._open(request, PromptInfo(output.num_cached_tokens, output.prompt_logprobs))

@@ -1,7 +1,9 @@
-"""The engine's loop: read messages, step, hand out news. The same on a thread and at the end of a socket.
+"""The engine's loop: read messages, agree, step, hand out news. The same on a thread and at the end of a socket.
 
-Idle, it blocks on its queue (no polling) after one `check_integrity()`. A failed request is the core's business; an
-exception that reaches this loop ends it, and `closed` tells the front end. No asyncio here.
+Several ranks enter each step together: before it they exchange who has work, and after it all have computed, whoever
+had none with zero rows. Alone, a rank agrees with itself. Idle, it blocks on its queue (no polling) after one
+`check_integrity()`; ranks do so only together (see `Wake`). A failed request is the core's business; an exception that
+reaches this loop ends it, and `closed` tells the front end. No asyncio here.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from coterie.engine.core import EngineCore
-from coterie.engine.messages import Abort, Add, Drain, FromEngine, Output, ToEngine
+from coterie.engine.group import Entry, Group
+from coterie.engine.messages import Abort, Add, Drain, FromEngine, Output, Regroup, ToEngine, ToRank, Wake
 from coterie.engine.wire import Wire
 from coterie.spec.errors import CoterieError
 
@@ -28,44 +31,60 @@ _log = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """`inbox` None means that the peer is gone: everything is aborted and the loop ends."""
+    """`inbox` None means that the peer is gone: everything is aborted and the loop ends. `group`: the ranks that step
+    together; `run` may be called again with another after Desynchronised, and returns a Regroup that was agreed on."""
 
-    def __init__(self, core: EngineCore, inbox: SimpleQueue[ToEngine | None], deliver: Deliver) -> None:
-        self.core = core
+    def __init__(
+        self, core: EngineCore, inbox: SimpleQueue[ToRank | None], deliver: Deliver, group: Group | None = None
+    ) -> None:
+        self.core, self.group = core, group or Group()
+        self.wake = 0
         self._inbox = inbox
         self._deliver = deliver
         self._draining = False
         self._last_stats = 0.0
+        self._step_ns = 0
+        self._idle, self._patient = True, True
         self._refused: list[Output] = []
+        self._regroup: Regroup | None = None
 
-    def run(self) -> None:
-        """Serve until drained."""
-        while self._read():
-            outputs: list[FromEngine] = [*self._refused, *self.core.step()]
-            self._refused = []
-            now = time.monotonic()
-            idle = not self.core.has_work
-            if idle or now - self._last_stats >= STATS_SECONDS:
-                self._last_stats = now
-                outputs.insert(0, self.core.stats())
-            if outputs:
-                self._deliver(outputs)
-            if idle:
-                self.core.check_integrity()
+    def run(self) -> Regroup | None:
+        """Serve until all are drained (None), or until all have heard of the next generation (its Regroup).
 
-    def _read(self) -> bool:
-        """Take all messages that are there, waiting for one if there is nothing to do. False: the loop is over."""
-        while not (self.core.has_work or self._refused):
-            if self._draining:
-                return False
-            self._handle(self._inbox.get())
+        Raises Desynchronised when the group has broken: sequences and their cache are kept, the last step is not.
+        """
+        self._idle = self.group.transport.size == 1 and not self.core.has_work
         while True:
-            try:
-                self._handle(self._inbox.get_nowait())
-            except Empty:
-                return True
+            self._read()
+            plan = self.core.plan(patient=self._patient)
+            table = self.group.exchange(self._entry(plan.num_tokens))
+            if table.generation > self.group.generation:
+                return self.take_regroup()
+            if table.num_tokens:
+                began = time.monotonic_ns()
+                batch = replace(plan.batch, most_tokens=max(table.tokens_by_rank))
+                self.core.execute(plan._replace(batch=batch), self.group.micro_batches(table))
+                self._step_ns = time.monotonic_ns() - began
+            self._hand_out()
+            self._patient = not table.num_tokens
+            self._idle = not table.has_work and table.wakes_agree
+            if self._idle:
+                self.core.check_integrity()
+                if table.all_drain:
+                    return None
 
-    def _handle(self, message: ToEngine | None) -> None:
+    def take_regroup(self) -> Regroup | None:
+        """The newest Regroup that was heard of since the last call."""
+        regroup, self._regroup = self._regroup, None
+        return regroup
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is left to do and nothing new is taken."""
+        return self._draining and not self.core.has_work and not self._refused
+
+    def handle(self, message: ToRank | None) -> None:
+        """Take one message in."""
         match message:
             case Add() if self._draining:
                 error = "the engine is shutting down and takes nothing new"
@@ -76,23 +95,64 @@ class EngineLoop:
                 self.core.abort(message.request_id)
             case Drain():
                 self._draining = True
+            case Wake():
+                self.wake = max(self.wake, message.number)
+            case Regroup():
+                self._regroup = message
             case None:
                 self._draining = True
                 self.core.abort_all()
 
+    def _entry(self, num_tokens: int) -> Entry:
+        return Entry(
+            generation=self.group.generation if self._regroup is None else self._regroup.generation,
+            has_work=self.core.has_work or bool(self._refused),
+            num_tokens=num_tokens,
+            wake=self.wake,
+            drains=self._draining,
+            step_ns=self._step_ns,
+        )
+
+    def _hand_out(self) -> None:
+        """Deliver what is new; Stats now and then, and when this rank's work is done."""
+        outputs: list[FromEngine] = [*self._refused, *self.core.take_news()]
+        self._refused = []
+        now = time.monotonic()
+        if (outputs and not self.core.has_work) or now - self._last_stats >= STATS_SECONDS:
+            self._last_stats = now
+            outputs.insert(0, self.core.stats())
+        if outputs:
+            self._deliver(outputs)
+
+    def _read(self) -> None:
+        """Take all messages that are there, waiting for one if all ranks are idle."""
+        while self._idle:
+            message = self._inbox.get()
+            self.handle(message)
+            self._idle = isinstance(message, Abort)
+        while True:
+            try:
+                self.handle(self._inbox.get_nowait())
+            except Empty:
+                return
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLink:
-    """How a front end reaches its engine. `join` waits until the loop has ended; `kill` makes a stuck one end."""
+    """How a front end reaches its engine. `join` waits until the loop has ended; `kill` makes a stuck one end.
+
+    `unavailable` says why nothing new is taken just now, None if it is.
+    """
 
     send: Callable[[ToEngine], None]
     join: Callable[[float | None], None]
     kill: Callable[[], None]
+    unavailable: Callable[[], str | None] = lambda: None
 
 
 def start_thread(core: EngineCore, deliver: Deliver, closed: Closed) -> EngineLink:
     """Run a core's loop on a thread of this process. `deliver` and `closed` are called on that thread."""
-    inbox: SimpleQueue[ToEngine | None] = SimpleQueue()
+    inbox: SimpleQueue[ToRank | None] = SimpleQueue()
 
     def body() -> None:
         reason: str | None = None
@@ -108,16 +168,10 @@ def start_thread(core: EngineCore, deliver: Deliver, closed: Closed) -> EngineLi
     return EngineLink(inbox.put, thread.join, lambda: inbox.put(None))
 
 
-def serve_wire(core: EngineCore, wire: Wire[Any], messages: Iterable[ToEngine]) -> None:
-    """Run a core's loop for the peer of a socket, until it drains or goes away. `messages`: what the wire receives."""
-    inbox: SimpleQueue[ToEngine | None] = SimpleQueue()
+def deliver_to(wire: Wire[Any]) -> Deliver:
+    """Send messages; one that does not fit in a frame becomes an error of its request."""
 
-    def read() -> None:
-        for message in messages:
-            inbox.put(message)
-        inbox.put(None)
-
-    def deliver(messages: list[FromEngine]) -> None:
+    def deliver(messages: list[Any]) -> None:
         for message in messages:
             try:
                 wire.send(message)
@@ -125,9 +179,21 @@ def serve_wire(core: EngineCore, wire: Wire[Any], messages: Iterable[ToEngine]) 
                 assert isinstance(message, Output)
                 wire.send(Output(message.request_id, [], finish_reason="error", error=str(error)))
 
+    return deliver
+
+
+def serve_wire(core: EngineCore, wire: Wire[Any], messages: Iterable[ToEngine]) -> None:
+    """Run a core's loop for the peer of a socket, until it drains or goes away. `messages`: what the wire receives."""
+    inbox: SimpleQueue[ToRank | None] = SimpleQueue()
+
+    def read() -> None:
+        for message in messages:
+            inbox.put(message)
+        inbox.put(None)
+
     threading.Thread(target=read, name="coterie-wire", daemon=True).start()
     try:
-        EngineLoop(core, inbox, deliver).run()
+        EngineLoop(core, inbox, deliver_to(wire)).run()
     except OSError:
         _log.warning("the front end is gone; the engine stops")
     finally:

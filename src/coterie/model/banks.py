@@ -51,8 +51,7 @@ class BankFiller:
         """
         for part in entry.parts:
             if part.bank in self.layout.vectors:
-                first, end = part.cols or (0, self.layout.vectors[part.bank])
-                self.weights[part.bank] = self.kernels.vector(np.array(_floats(values)).reshape(-1)[first:end])
+                self.weights[part.bank] = self.kernels.vector(np.array(_floats(values)).reshape(-1))
                 continue
             bank = self._bank(part.bank)
             if (cut := cut_part(part, row, values)) is None:

@@ -121,7 +121,9 @@ def _add_status_routes(app: FastAPI, state: ServerState) -> None:
         model = state.loaded
         if model is None or state.phase != "ready":
             return _status(state.phase, 503)
-        return _status("ready", 200) if model.engine.is_ready() else _status("the engine does not answer", 503)
+        if model.engine.is_ready():
+            return _status("ready", 200)
+        return _status(model.engine.unavailable() or "the engine does not answer", 503)
 
     async def version(request: Request) -> Response:
         return _json(Version(__version__))

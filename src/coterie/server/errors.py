@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.responses import Response
 
-from coterie.engine.errors import EngineBusy, EngineDead, InvalidRequest
+from coterie.engine.errors import EngineBusy, EngineDead, EngineRecovering, InvalidRequest
 from coterie.server.answers import ErrorBody, ErrorDetail
 from coterie.spec.errors import CoterieError
 
@@ -105,6 +105,8 @@ def as_api_error(error: BaseException) -> ApiError | None:
             return ApiError(
                 Fault(429, str(error), kind="rate_limit_error", code="queue_full", retry_after=error.retry_after)
             )
+        case EngineRecovering():
+            return unavailable(str(error), retry_after=error.retry_after, code="recovering")
         case EngineDead():
             return unavailable(str(error), retry_after=30, code="engine_dead")
         case CoterieError():

@@ -199,6 +199,8 @@ class Generation:
 
 def _failure(delta: ChoiceDelta) -> ApiError | None:
     """A choice that ended without being finished makes the whole request fail."""
+    if delta.finish_reason == "error" and delta.retry_after is not None:
+        return unavailable(delta.error or "a part of the engine was lost", delta.retry_after, code="rank_lost")
     if delta.finish_reason == "error":
         return internal_error(delta.error or "the engine failed on this request")
     if delta.finish_reason == "abort":

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coterie.engine.messages import Stats
 from coterie.observe.requests import RequestObserver, RequestSummary
 from coterie.server.class_metrics import ClassMetrics, class_families
+from coterie.server.rank_metrics import rank_families
 
 PREFIX = "coterie:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -201,6 +202,7 @@ class _EngineCollector(Collector):
             stages.add_metric((source.model_name, stage), seconds)
         yield stages
         yield from class_families(PREFIX, source.model_name, stats)
+        yield from rank_families(PREFIX, source.model_name, stats)
 
 
 class _Families(Collector):

@@ -21,8 +21,8 @@ class ParallelConfig:
     """Ranks of one engine. `nodes` hold consecutive ranks, equally many each.
 
     redundant_experts: slots beyond one for each expert, in each layer; None takes the smallest number with which the
-    slots divide over the ranks. Copies balance load, and let experts outlive a lost rank. Raises SpecError with the
-    valid values for a layout that cannot be.
+    slots divide over the ranks. Copies balance load, and let experts outlive a lost rank. restart_ranks: start a lost
+    rank's process again. Raises SpecError with the valid values for a layout that cannot be.
     """
 
     tp: int = 1
@@ -30,6 +30,7 @@ class ParallelConfig:
     ep: int | None = None
     nodes: int = 1
     redundant_experts: int | None = None
+    restart_ranks: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "nodes"):

@@ -1,0 +1,49 @@
+"""Flags of several ranks (`ParallelConfig`), for the verbs that load a model to serve or to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from coterie.cli.common import AT_LEAST_ONE, Decorator
+from coterie.spec.parallel import ParallelConfig
+
+PARALLEL_OPTIONS: tuple[Decorator, ...] = (
+    click.option("--ep", "--ep-size", "ep", type=AT_LEAST_ONE,
+                 help="Ranks (processes) over which the experts are spread. [default: 1]"),
+    click.option("--dp", "--dp-size", "dp", type=AT_LEAST_ONE,
+                 help="Ranks that answer different requests; the same ranks as --ep. [default: as --ep]"),
+    click.option("--tp", "--tp-size", "tp", type=AT_LEAST_ONE, default=1, show_default=True,
+                 help="Ranks that share one attention: only 1 is built."),
+    click.option("--nodes", "--nnodes", "nodes", type=AT_LEAST_ONE, default=1, show_default=True,
+                 help="Groups of ranks with fast links inside."),
+    click.option("--redundant-experts", "--ep-num-redundant-experts", "redundant_experts",
+                 type=click.IntRange(min=0),
+                 help="Slots for second copies in each layer: for balance, and to outlive lost ranks. "
+                      "[default: the fewest that divide over the ranks]"),
+    click.option("--restart-ranks/--no-restart-ranks", default=True, show_default=True,
+                 help="Start a lost rank's process again."),
+    click.option("--enable-dp-attention", "--enable-expert-parallel", is_flag=True, expose_value=False,
+                 help="Accepted and not needed: with several ranks both are so."),
+)  # fmt: skip
+
+
+def parallel_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the flags of several ranks to a command."""
+    for option in reversed(PARALLEL_OPTIONS):
+        function = option(function)
+    return function
+
+
+def parallel_config(values: Mapping[str, Any]) -> ParallelConfig:
+    """Build the ParallelConfig from a command's values."""
+    return ParallelConfig(
+        tp=values["tp"],
+        dp=values["dp"],
+        ep=values["ep"],
+        nodes=values["nodes"],
+        redundant_experts=values["redundant_experts"],
+        restart_ranks=values["restart_ranks"],
+    )

@@ -1,0 +1,207 @@
+"""Rank: one of several ranks inside its process, from one generation of the group to the next.
+
+It holds its share of the experts and all of the rest, and requests with their cache; these outlive a generation. To
+join one it connects to the other members at the store, loads what experts it lacks, checks that all have the same
+placement, and steps with them until all are drained, the group breaks or a newer generation is agreed on. The front
+end (`engine.fleet`) says who belongs to a generation and which experts lie where.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from coterie.comm.exchange import Exchange
+from coterie.comm.mesh import Mesh
+from coterie.comm.transport import RankLost, Transport, TransportError, check_agreement
+from coterie.engine.build import EngineInfo, Share, load_share
+from coterie.engine.core import EngineCore
+from coterie.engine.errors import Desynchronised
+from coterie.engine.group import Group
+from coterie.engine.messages import Beat, Fault, Leave, Regroup, Regrouped, ToRank
+from coterie.engine.wire import Wire
+from coterie.engine.worker import EngineLoop, deliver_to
+from coterie.model.shard import ExpertShard
+from coterie.model.transformer import Transformer
+from coterie.spec.errors import CoterieError
+from coterie.spec.placement import ExpertPlacement
+
+BEAT_SECONDS = 0.5
+"""Between two signs of life."""
+MEET_SECONDS = 10.0
+"""Within which all members of a generation must come to the store: they are loaded and were told at the same time."""
+STEP_SECONDS = 120.0
+"""How long an exchange may wait for a rank that lives but computes or loads."""
+_log = logging.getLogger(__name__)
+
+Purpose = Literal["control", "serve"]
+Meet = Callable[[Regroup, Purpose], Transport]
+"""How this rank comes to a transport of a generation."""
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A rank's place: its number, where the ranks meet, its experts at first (by unit), the memory it may take."""
+
+    number: int
+    store_host: str
+    store_port: int
+    experts: dict[str, tuple[int, ...]]
+    memory: int
+    interface: str | None = None
+
+
+class Rank:
+    """A loaded rank. `join` and the steps are the engine thread's, `interrupt` may be called from another."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo, seat: Seat, meet: Meet | None = None) -> None:
+        self.core, self._info, self._seat = core, info, seat
+        self._meet = meet or self._connect
+        self._held = dict(seat.experts)
+        self._generation = -1
+        self._transports: list[Transport] = []
+        self._lock = threading.Lock()
+
+    def join(self, regroup: Regroup) -> tuple[Group, int]:
+        """Become a member of a generation; returns its group and how many experts were loaded for it.
+
+        Raises TransportError if members do not come, CoterieError if experts cannot be loaded.
+        """
+        place = regroup.members.index(self._seat.number)
+        control, serve = self._meet(regroup, "control"), self._meet(regroup, "serve")
+        with self._lock:
+            before, self._transports = self._transports, [control, serve]
+        for transport in self._transports:
+            transport.set_timeout(STEP_SECONDS)
+        placement = self._placement(regroup)
+        loaded = self._load(ExpertShard.of(placement, self._info.files.spec, place))
+        model = self.core.runner.model
+        exchange = Exchange(Mesh.of(serve, placement.node_of_rank), placement)
+        runtime = replace(model.runtime, transport=serve, exchange=exchange)
+        self.core.runner.model = Transformer(model.spec, model.weights, runtime, self._info.max_model_len)
+        check_agreement(control, "the placement of experts", placement.digest())
+        self._generation = regroup.generation
+        for transport in before:  # only now: members that left together may have been slower to leave
+            transport.abort()
+        return Group(control, regroup.generation), loaded
+
+    @property
+    def number(self) -> int:
+        """Its number in the deployment."""
+        return self._seat.number
+
+    def interrupt(self, generation: int) -> None:
+        """End what this rank waits for in a generation before `generation`."""
+        with self._lock:
+            if generation > self._generation:
+                for transport in self._transports:
+                    transport.abort()
+
+    def leave(self) -> None:
+        """Give the group up, so that its other members notice."""
+        with self._lock:
+            for transport in self._transports:
+                transport.abort()
+
+    def _connect(self, regroup: Regroup, purpose: Purpose) -> Transport:
+        """Meet the other members at the store."""
+        from coterie.comm.torch_dist import GroupSpec, StoreAddress, connect  # imported when the process started
+
+        seat = self._seat
+        place, size = regroup.members.index(seat.number), len(regroup.members)
+        spec = GroupSpec(place, size, regroup.generation, purpose, MEET_SECONDS, interface=seat.interface)
+        return connect(StoreAddress(seat.store_host, seat.store_port), spec)
+
+    def _placement(self, regroup: Regroup) -> ExpertPlacement:
+        spec = self._info.files.spec
+        layers, moe = zip(*spec.moe_layers(), strict=True)
+        table = np.frombuffer(regroup.slots, "<i4").reshape(len(layers), -1)
+        sizes = tuple(regroup.nodes.count(node) for node in dict.fromkeys(regroup.nodes))
+        return ExpertPlacement(table, moe[0].num_experts, len(regroup.members), len(sizes), sizes)
+
+    def _load(self, wanted: ExpertShard) -> int:
+        """Load the experts that are wanted and not held; if that fails, their slots count as empty."""
+        model = self.core.runner.model
+        change = wanted.since(ExpertShard(self._held), model.weights)
+        if not change.num_experts:
+            return 0
+        for unit, row in change.experts.items():
+            pairs = zip(self._held[unit], row, strict=True)
+            self._held[unit] = tuple(old if new < 0 else -1 for old, new in pairs)
+        load_share(self._info.files, self._info.config, model.runtime.kernels, share=Share(change, 1 << 62))
+        self._held = dict(wanted.experts)
+        return change.num_experts
+
+
+def serve_rank(rank: Rank, wire: Wire[Any], messages: Iterable[ToRank]) -> None:
+    """Be a rank for the front end at the other end of a wire, until all are drained or it goes. Ends the process."""
+    inbox: SimpleQueue[ToRank | None] = SimpleQueue()
+    loop = EngineLoop(rank.core, inbox, deliver_to(wire))
+    ended = threading.Event()
+
+    def read() -> None:
+        for message in messages:
+            inbox.put(message)
+            if isinstance(message, Leave):
+                rank.interrupt(message.generation + 1)
+            elif isinstance(message, Regroup) and not message.gently:
+                rank.interrupt(message.generation)
+        if not ended.is_set():
+            _log.error("the front end is gone; this rank ends")
+            os._exit(1)  # the engine's thread may be inside an exchange, and nothing here is worth keeping
+
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            try:
+                wire.send(Beat(loop.group.step))
+            except OSError:
+                return
+
+    for body, name in ((read, "coterie-wire"), (beat, "coterie-beat")):
+        threading.Thread(target=body, name=name, daemon=True).start()
+    _generations(rank, loop, wire, inbox)
+    ended.set()
+    wire.close()
+    logging.shutdown()
+    os._exit(0)  # groups that were given up may still hold threads, for which an orderly end would wait or abort
+
+
+def _generations(rank: Rank, loop: EngineLoop, wire: Wire[Any], inbox: SimpleQueue[ToRank | None]) -> None:
+    """One generation after another, until all ranks are drained."""
+    regroup: Regroup | None = None
+    while True:
+        while regroup is None:
+            message = inbox.get()
+            if isinstance(message, Regroup):
+                regroup = message
+            else:
+                loop.handle(message)
+        asked, regroup = regroup, None
+        try:
+            loop.group, loaded = rank.join(asked)
+            loop.wake = max(loop.wake, asked.wake)
+            wire.send(Regrouped(asked.generation, loaded))
+            wire.send(rank.core.stats())
+            regroup = loop.run()
+            if regroup is None:
+                return
+        except CoterieError as error:
+            rank.leave()
+            if loop.is_drained:  # the first to leave may cut off the last
+                return
+            _log.warning("rank %d fell out of generation %d: %s", rank.number, asked.generation, error)
+            wire.send(_fault(asked.generation, error))
+            regroup = loop.take_regroup()
+
+
+def _fault(generation: int, error: CoterieError) -> Fault:
+    missing = error.missing if isinstance(error, RankLost | Desynchronised) else ()
+    own = error.own if isinstance(error, Desynchronised) else not isinstance(error, TransportError)
+    return Fault(generation, str(error), list(missing), own)

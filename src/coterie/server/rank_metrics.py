@@ -1,0 +1,54 @@
+"""What /metrics says of several ranks: the group's generation and faults, and each rank. Nothing for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from coterie.engine.messages import Stats
+
+
+def rank_families(prefix: str, model_name: str, stats: Stats) -> Iterator[Metric]:
+    """The group's numbers and each rank's."""
+    group = stats.group
+    if group is None:
+        return
+    gauges = (
+        ("ep_generation", "Generation of the ranks' group; it rises with each loss and return.", group.generation),
+        ("ep_ranks_living", "Ranks in the group.", group.living),
+        ("ep_detect_seconds", "Last fault: from a rank's last sign of life to its loss being known.",
+         group.detect_seconds),
+        ("ep_recovery_seconds", "Last fault: from its being known to serving again.", group.recovery_seconds),
+    )  # fmt: skip
+    for stem, text, value in gauges:
+        gauge = GaugeMetricFamily(prefix + stem, text, labels=("model_name",))
+        gauge.add_metric((model_name,), value)
+        yield gauge
+    counters = (
+        ("ep_faults", "Ranks lost.", group.faults),
+        ("ep_experts_loaded", "Experts loaded to take a lost rank's over.", group.experts_loaded),
+        ("ep_sequences_retried", "Sequences that went on on another rank.", group.retried),
+        ("ep_sequences_failed", "Sequences that a fault ended with an error.", group.failed),
+    )
+    for stem, text, value in counters:
+        counter = CounterMetricFamily(prefix + stem, text, labels=("model_name",))
+        counter.add_metric((model_name,), value)
+        yield counter
+    yield from _by_rank(prefix, model_name, stats)
+
+
+def _by_rank(prefix: str, model_name: str, stats: Stats) -> Iterator[Metric]:
+    assert stats.group is not None
+    labels = ("model_name", "rank", "node")
+    serving = GaugeMetricFamily(prefix + "rank_serving", "Whether a rank is in the group.", labels=labels)
+    running = GaugeMetricFamily(prefix + "rank_num_requests_running", "Sequences in its batch.", labels=labels)
+    waiting = GaugeMetricFamily(prefix + "rank_num_requests_waiting", "Sequences in its queue.", labels=labels)
+    usage = GaugeMetricFamily(prefix + "rank_kv_cache_usage_perc", "Used share of its KV cache.", labels=labels)
+    for one in stats.group.ranks:
+        own = (model_name, str(one.rank), str(one.node))
+        serving.add_metric(own, one.state == "serving")
+        running.add_metric(own, one.num_running)
+        waiting.add_metric(own, one.num_waiting)
+        usage.add_metric(own, one.kv_usage)
+    yield from (serving, running, waiting, usage)

@@ -1,0 +1,193 @@
+"""Ranks that are processes, over gloo on loopback: the tokens of one rank, at rest, under load and through aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from coterie.engine.config import NO_CLASSES, EngineConfig
+from coterie.engine.frontend import AsyncEngine
+from coterie.engine.launch import Launch, start_all
+from coterie.engine.messages import SamplingParams, Stats
+from coterie.engine.process import Hello
+from coterie.model.shipped import shipped_model_path
+from coterie.spec.errors import CoterieError
+from coterie.spec.parallel import ParallelConfig
+
+CONFIG = EngineConfig(threads=1, kv_cache_tokens=4096, max_model_len=512, chunked_prefill_size=32, page_size=16)
+PROMPTS = [[number * 11 % 4000 + 1 for number in range(start, start + 3 + 13 * start)] for start in range(7)]
+
+
+def params(max_tokens: int = 16, **values: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **values})
+
+
+async def together(engine: AsyncEngine, max_tokens: int = 16, **values: Any) -> list[list[int]]:
+    """All prompts at once."""
+    found = await asyncio.gather(*(engine.generate(prompt, params(max_tokens, **values)) for prompt in PROMPTS))
+    return [output.outputs[0].token_ids for output in found]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    engine = AsyncEngine.launch(None, CONFIG)
+
+    async def main() -> list[list[int]]:
+        try:
+            return await together(engine)
+        finally:
+            await engine.shutdown(drain=True)
+
+    return asyncio.run(main())
+
+
+class Running:
+    """Several ranks behind a front end, on one event loop."""
+
+    def __init__(self, **layout: Any) -> None:
+        self.launch = Launch(shipped_model_path(), CONFIG, NO_CLASSES, ParallelConfig(**layout))
+        self.engine = AsyncEngine(self.launch.load(), "ranks")
+        self.engine.connect(self.launch.start(*self.engine.callbacks()))
+        self.runner = asyncio.Runner()
+
+    def run(self, work: Callable[[AsyncEngine], Coroutine[Any, Any, Any]]) -> Any:
+        return self.runner.run(work(self.engine))
+
+    def close(self) -> None:
+        self.runner.run(self.engine.shutdown(drain=False))
+        self.runner.close()
+        assert all(process.child.poll() is not None for process in self.launch.processes)
+
+    @property
+    def stats(self) -> Stats:
+        found = self.engine.stats()
+        assert found is not None and found.group is not None
+        return found
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Running]:
+    running = Running(ep=2)
+    yield running
+    running.close()
+
+
+def test_two_ranks_answer_as_one(two: Running, alone: list[list[int]]) -> None:
+    assert two.run(together) == alone
+    group = two.stats.group
+    assert group is not None and (group.generation, group.living, group.faults) == (1, 2, 0)
+    assert [rank.state for rank in group.ranks] == ["serving"] * 2
+    assert all(rank.generation_tokens for rank in group.ranks), "both had requests"
+    assert two.stats.generation_tokens == sum(rank.generation_tokens for rank in group.ranks)
+
+
+def test_a_request_alone_and_one_with_choices(two: Running, alone: list[list[int]]) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        assert (await engine.generate(PROMPTS[5], params())).outputs[0].token_ids == alone[5]
+        several = await engine.generate(PROMPTS[5], params(n=3))
+        assert [choice.token_ids for choice in several.outputs] == [alone[5]] * 3
+        first = await engine.generate(PROMPTS[2], params(temperature=1.0, seed=3, n=2))
+        again = await engine.generate(PROMPTS[2], params(temperature=1.0, seed=3, n=2))
+        assert [c.token_ids for c in first.outputs] == [c.token_ids for c in again.outputs]
+
+    two.run(work)
+
+
+def test_aborts_in_mid_stream_and_idle_ranks_between(two: Running, alone: list[list[int]]) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        stream = engine.stream(PROMPTS[6], params(300))
+        seen = 0
+        async for _ in stream:
+            seen += 1
+            if seen == 4:
+                break
+        await stream.aclose()
+        await asyncio.sleep(0.3)
+        before = two.stats.steps
+        await asyncio.sleep(0.3)
+        assert two.stats.steps == before and two.stats.num_running == 0, "idle ranks sleep"
+        assert (await engine.generate(PROMPTS[1], params())).outputs[0].token_ids == alone[1]
+
+    two.run(work)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_arrivals(two: Running, alone: list[list[int]], seed: int) -> None:
+    two.run(lambda engine: arrivals(engine, alone, seed, 12))
+
+
+async def arrivals(engine: AsyncEngine, alone: list[list[int]], seed: int, count: int) -> None:
+    """Requests now and then, some of them given up; whoever is not gets the right tokens."""
+    rng = random.Random(seed)
+
+    async def one(index: int, delay: float, patience: float | None) -> None:
+        await asyncio.sleep(delay)
+        length = rng.randrange(1, 17)
+        work = engine.generate(PROMPTS[index], params(length))
+        try:
+            output = await asyncio.wait_for(work, patience)
+        except TimeoutError:
+            return
+        assert output.outputs[0].token_ids == alone[index][:length]
+
+    await asyncio.gather(
+        *(
+            one(rng.randrange(len(PROMPTS)), rng.uniform(0, 1.0), rng.choice([None, None, None, 0.05]))
+            for _ in range(count)
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"ep": 4}, {"ep": 4, "redundant_experts": 12, "nodes": 2}, {"ep": 3}])
+def test_more_ranks_answer_as_one(layout: dict[str, Any], alone: list[list[int]]) -> None:
+    running = Running(**layout)
+    try:
+        assert running.run(together) == alone
+        one = running.run(lambda engine: engine.generate(PROMPTS[4], params()))
+        assert one.outputs[0].token_ids == alone[4], "one request on all ranks"
+        for seed in range(3):
+            running.run(lambda engine, seed=seed: arrivals(engine, alone, seed, 30))  # type: ignore[misc]
+    finally:
+        running.close()
+
+
+def test_a_rank_that_cannot_load_ends_all() -> None:
+    hello = Hello("/nowhere", CONFIG)
+    began = time.monotonic()
+    with pytest.raises(CoterieError, match=r"rank \d: .*nowhere"):
+        start_all([hello, hello])
+    assert time.monotonic() - began < 30
+
+
+def test_layouts_that_cannot_be_are_refused_before_a_process_starts() -> None:
+    with pytest.raises(CoterieError, match=r"34 slots for 32 experts on 4 ranks"):
+        AsyncEngine.launch(None, CONFIG, parallel=ParallelConfig(ep=4, redundant_experts=2))
+
+
+@pytest.mark.slow
+def test_ranks_of_different_models_are_refused(tmp_path: Any) -> None:
+    """The second rank finds another config in its folder: as on a machine whose files are older."""
+    import shutil
+
+    other = tmp_path / "demo"
+    shutil.copytree(shipped_model_path(), other)
+    with open(other / "model.safetensors", "r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"\x00\x3f")
+    launch = Launch(shipped_model_path(), CONFIG, NO_CLASSES, ParallelConfig(ep=2))
+    real = launch._hello
+
+    def hello(rank: int) -> Hello:
+        made = real(rank)
+        return made if rank == 0 else Hello(str(other), made.config, made.service, made.seat)
+
+    launch._hello = hello  # type: ignore[method-assign,assignment]
+    with pytest.raises(CoterieError, match=r"rank 1 differs from rank 0 in model: .* the same model files"):
+        launch.load()
+    assert all(process.child.poll() is not None for process in launch.processes)
