@@ -195,16 +195,22 @@ def test_engine_flags_cover_the_engine_config_and_mean_its_fields():
 
 def test_server_flags_cover_the_server_config_and_help_prints_the_limits():
     from coterie.cli.serve import SERVER_OPTIONS, serve, server_config
-    from coterie.server.config import Access, AdminConfig, ParserNames, ServerConfig, TlsConfig
+    from coterie.server.config import Access, AdminConfig, ConnectionLimits, ParserNames, ServerConfig, TlsConfig
 
     flags = {parameter.name: parameter for parameter in serve.params}
-    assert {field.name for field in fields(ServerConfig)} - {"tls", "access", "parsers"} <= flags.keys()
+    assert {field.name for field in fields(ServerConfig)} - {"connections", "access", "parsers"} <= flags.keys()
+    assert {field.name for field in fields(ConnectionLimits)} <= flags.keys()
     assert {f"ssl_{field.name}" for field in fields(TlsConfig)} <= flags.keys()
-    assert {"api_key", "api_key_file"} <= flags.keys() and len(fields(Access)) == 2
+    assert {"api_key", "api_key_file"} <= flags.keys() and len(fields(Access)) == 3
     assert {"admin_key_file", "admin_model_dir"} <= flags.keys() and len(fields(AdminConfig)) == 2
     asked = "--reasoning-parser none --tool-call-parser qwen3 --enable-auto-tool-choice"
     named = serve.make_context("serve", asked.split())
     assert server_config(named.params).parsers == ParserNames(reasoning="none", tool_calls="qwen3")
+    asked = "--max-connections 2 --max-header-bytes 3 --max-header-seconds 4 --keep-alive-seconds 5"
+    named = serve.make_context("serve", [*asked.split(), "--max-unread-seconds", "6"])
+    assert server_config(named.params).connections == ConnectionLimits(
+        max_connections=2, max_header_bytes=3, max_header_seconds=4.0, keep_alive_seconds=5.0, max_unread_seconds=6.0
+    )
     context = serve.make_context("serve", [])
     assert server_config(context.params) == ServerConfig()
     text = " ".join(serve.get_help(context).split())

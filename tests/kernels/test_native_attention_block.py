@@ -16,6 +16,7 @@ from coterie.kernels.api import BlockInput, GroupedWeights, LatentWeights, Proje
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
 from coterie.model.attention import GroupedAttention, LatentAttention, bind
+from coterie.model.overlap import drive
 from coterie.spec.cache import CacheKind
 from coterie.spec.model import AttentionSpec
 
@@ -75,8 +76,8 @@ def entry(rows: int, *, bottom: bool = False) -> BlockInput:
 def test_without_cache(isa: str, case: str, *, bottom: bool) -> None:
     kernels, total = NativeKernels(2, isa), sum(LENGTHS)
     batch = kernels.prepare(ForwardBatch.packed(np.zeros(total, np.int32), np.array(LENGTHS)))
-    single = attention(kernels, case, fused=False).block(entry(total, bottom=bottom), batch, {})
-    fused = attention(kernels, case, fused=True).block(entry(total, bottom=bottom), batch, {})
+    single = drive(attention(kernels, case, fused=False).stages(entry(total, bottom=bottom), batch, {}))
+    fused = drive(attention(kernels, case, fused=True).stages(entry(total, bottom=bottom), batch, {}))
     assert [array.tobytes() for array in fused] == [array.tobytes() for array in single]
     assert np.isfinite(fused[0]).all() and fused[0].any()
 
@@ -94,7 +95,7 @@ def test_with_cache(isa: str, case: str, kind: CacheKind) -> None:
     for parts in ([(0, 0, 280)], [(1, 0, 32), (0, 280, 298), (2, 0, 1)], [(0, 298, 299), (1, 32, 33)], [(0, 299, 300)]):
         batch = kernels.prepare(layout.batch(parts))
         step = entry(batch.num_tokens)
-        results = [block.block(step, batch, cache) for block, cache in zip(blocks, caches, strict=True)]
+        results = [drive(block.stages(step, batch, cache)) for block, cache in zip(blocks, caches, strict=True)]
         assert results[0][0].tobytes() == results[1][0].tobytes(), f"rows {parts}"
         assert results[0][1].tobytes() == results[1][1].tobytes()
     for stream in streams:
@@ -105,7 +106,7 @@ def test_with_cache(isa: str, case: str, kind: CacheKind) -> None:
 def test_zero_rows() -> None:
     kernels = NativeKernels(2)
     batch = kernels.prepare(ForwardBatch.packed(np.zeros(0, np.int32), np.zeros(0, np.int32)))
-    out, total = attention(kernels, "mla", fused=True).block(entry(0), batch, {})
+    out, total = drive(attention(kernels, "mla", fused=True).stages(entry(0), batch, {}))
     assert out.shape == total.shape == (0, HIDDEN)
 
 
@@ -118,12 +119,12 @@ def test_what_does_not_fit_is_refused() -> None:
         bind(kernels, replace(grouped.weights, o=grouped.weights.k), grouped.spec)
     batch = kernels.prepare(layout.batch([(0, 3, 4)]))
     with pytest.raises(ValueError, match="a cache comes with block tables and slots"):
-        latent.block(entry(1), batch, {})
+        drive(latent.stages(entry(1), batch, {}))
     cache = {s.name: kernels.allocate_cache(layout.num_slots, s, "bf16") for s in latent.spec.cache_streams}
     with pytest.raises(ValueError, match=r"query_start does not span the rows"):
-        latent.block(entry(2), batch, cache)
+        drive(latent.stages(entry(2), batch, cache))
     beyond = layout.batch([(0, 3, 4)])
     assert beyond.slot_mapping is not None
     beyond.slot_mapping[0] = 99
     with pytest.raises(ValueError, match="slot_mapping holds 99"):
-        latent.block(entry(1), kernels.prepare(beyond), cache)
+        drive(latent.stages(entry(1), kernels.prepare(beyond), cache))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import gguf_tensors, metadata_of, write_gguf
+from tensor_ranks import family
 
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
@@ -20,6 +21,7 @@ from coterie.model.shard import ExpertShard
 from coterie.model.shipped import shipped_model_path
 from coterie.spec.model import ModelSpec
 from coterie.spec.placement import ExpertPlacement
+from coterie.spec.tensor_split import TensorSplit
 from coterie.spec.weights import QuantPlan
 
 SOURCE = Path(shipped_model_path())
@@ -107,6 +109,57 @@ def test_slots_are_loaded_into_banks_that_exist(kind: str, sources: dict[str, An
     for key, bank in held.items():
         if not isinstance(bank, np.ndarray):
             np.testing.assert_array_equal(kernels.units(bank), kernels.units(wanted[key]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_of_a_tensor_group_holds_its_columns(kind: str, sources: dict[str, Any]) -> None:
+    """Rows of a full load, and nothing else of what is cut; two groups of two ranks."""
+    path, options = sources[kind]
+    kernels = NativeKernels(1)
+    full = load_weights(path, SPEC, kernels, mtp=False, **options)
+    placement = ExpertPlacement.linear(5, 32, 4)
+    for rank in (1, 2):
+        shard = ExpertShard.of(placement, SPEC, rank, TensorSplit(rank % 2, 2))
+        own = load_weights(path, SPEC, kernels, shard=shard, **options)
+        cuts, seen = shard.columns, 0
+        for key, bank in own.weights.items():
+            whole = full.weights[key]
+            if key in cuts.rows:
+                first, end = cuts.rows[key]
+                segments = 2 if key.endswith("gate_up") else 1
+                values = kernels.read(whole, 0).reshape(segments, -1, whole.cols)[:, first:end]
+                assert bank.rows == segments * (end - first) < whole.rows
+                np.testing.assert_array_equal(kernels.read(bank, 0).reshape(values.shape), values)
+                seen += 1
+            elif key in cuts.matrices:
+                first, end = cuts.matrices[key]
+                assert bank.count == whole.count // 2
+                np.testing.assert_array_equal(kernels.units(bank), kernels.units(whole)[first:end])
+                seen += 1
+        assert seen == len(cuts.matrices) + len(cuts.rows.keys() & full.weights.keys())
+        for role in ("attention", "experts"):
+            mine, all_of_it = (sum(n.nbytes for n in needs if n.role == role) for needs in (own.needs, full.needs))
+            assert mine < 0.75 * all_of_it
+
+
+def test_biases_are_cut_with_their_columns() -> None:
+    spec = family("gqa all biases")
+    kernels, options = NativeKernels(1), {"load_format": "dummy", "seed": 2}
+    full = load_weights(None, spec, kernels, **options).weights
+    shard = ExpertShard.of(ExpertPlacement.linear(2, 8, 2), spec, 1, TensorSplit(1, 2))
+    own = load_weights(None, spec, kernels, shard=shard, **options).weights
+    key = "layers.1.attention"
+    np.testing.assert_array_equal(own[f"{key}.q.bias"], full[f"{key}.q.bias"][36:])
+    np.testing.assert_array_equal(own[f"{key}.o.bias"], full[f"{key}.o.bias"][64:])
+    np.testing.assert_array_equal(own[f"{key}.k.bias"], full[f"{key}.k.bias"])
+
+
+def test_packed_columns_that_part_a_panel_are_refused(sources: dict[str, Any]) -> None:
+    """48 rows of a head are one and a half panels: eight ranks with a head each cannot share such a folder."""
+    path, _ = sources["packed"]
+    shard = ExpertShard.of(ExpertPlacement.linear(5, 32, 8), SPEC, 1, TensorSplit(1, 8))
+    with pytest.raises(LoadError, match=r"outputs 48 to 96 of layers.0.attention.q are not whole panels: use the ori"):
+        load_weights(path, SPEC, NativeKernels(1), shard=shard)
 
 
 def test_the_reference_backend_takes_a_share_of_a_packed_folder(sources: dict[str, Any]) -> None:

@@ -36,6 +36,8 @@ def test_exchanges_lie_beside_the_laps_of_both_micro_batches() -> None:
             assert laps.count("wait") == len(exchanges)
             assert laps.index("router") < laps.index("dispatch") < laps.index("experts") < len(laps) - 1
             assert laps[-1] == "combine"
+            waits = [index for index, stage in enumerate(laps) if stage == "wait"]
+            assert laps[waits[-2] - 1] == "experts", "the shared experts are computed while the rows travel"
         compute = [span for span in spans if span.track == "compute"]
         assert all(a.end_ns <= b.begin_ns for a, b in itertools.pairwise(compute)), "laps follow each other"
         assert coverage(spans).comm_ns > 0

@@ -266,7 +266,7 @@ class Live:
         self._config = ServerConfig(port=0, **config)
         self._launch, self._relaunch = launch, relaunch
         self._listener = bind(self._config.host, 0)
-        self.url = url_of(self._listener, "http" if self._config.tls is None else "https")
+        self.url = url_of(self._listener, "http" if self._config.access.tls is None else "https")
         self.ready = threading.Event()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)

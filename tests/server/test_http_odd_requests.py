@@ -146,7 +146,7 @@ BYTES = b"".join(b"1\r\n%c\r\n" % byte for byte in PROMPT) + b"0\r\n\r\n"
     (head(LENGTH, CLOSE, "Expect: 100-continue") + PROMPT, 100),
     (head(LENGTH, CLOSE, method="GET", path="/v1/models") + PROMPT, 200),
     (head(CLOSE, path="/health?" + "a" * 5000, method="GET"), 200), (head(CLOSE), 400),
-    (head(CLOSE, LENGTH, CHUNKED) + BYTES, 200),
+    (head(CLOSE, LENGTH, CHUNKED) + BYTES, 400),
     (head(CHUNKED, CLOSE) + b"zz\r\n", 400), (head("Transfer-Encoding: gzip, chunked", CLOSE), 400),
     (head("Content-Length: -5"), 400), (head("Content-Length: abc"), 400),
     (head("Content-Length: 5", "Content-Length: 6"), 400),

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import serialization
 from server_fakes import MockEngine, live
 
 from coterie.cli.main import run
-from coterie.server.config import ServerConfig, TlsConfig
+from coterie.server.config import Access, ServerConfig, TlsConfig
 from coterie.server.run import serve
 from coterie.spec.errors import CoterieError
 
@@ -50,7 +50,7 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
 @pytest.mark.parametrize("one_file", [False, True])
 def test_https_is_served_and_http_is_not(authority, files, one_file):
     tls = TlsConfig(certfile=files["both"]) if one_file else TlsConfig(certfile=files["cert"], keyfile=files["key"])
-    with live(MockEngine(), tls=tls) as server:
+    with live(MockEngine(), access=Access(tls=tls)) as server:
         assert server.url.startswith("https://")
         with httpx.Client(base_url=server.url, verify=trusting(authority)) as client:
             assert client.post(CHAT, json=HELLO).status_code == 200
@@ -69,7 +69,7 @@ def test_https_is_served_and_http_is_not(authority, files, one_file):
 
 def test_clients_must_show_a_certificate_of_the_authority(authority, files):
     tls = TlsConfig(certfile=files["cert"], keyfile=files["key"], ca_certs=files["ca"])
-    with live(MockEngine(), tls=tls) as server:
+    with live(MockEngine(), access=Access(tls=tls)) as server:
         known = trusting(authority)
         authority.issue_cert("client").configure_cert(known)
         assert httpx.post(server.url + CHAT, json=HELLO, verify=known).status_code == 200
@@ -104,7 +104,8 @@ def test_files_that_cannot_be_used_are_one_line_before_anything_loads(files, tmp
     def path(name: str | None) -> str | None:
         return None if name is None else files.get(name, str(tmp_path / name))
 
-    config = ServerConfig(port=0, tls=TlsConfig(certfile=path(cert) or "", keyfile=path(key), ca_certs=path(ca)))
+    tls = TlsConfig(certfile=path(cert) or "", keyfile=path(key), ca_certs=path(ca))
+    config = ServerConfig(port=0, access=Access(tls=tls))
     with pytest.raises(CoterieError, match=said) as caught:
         serve(lambda observer: pytest.fail("loading began"), config)
     assert "\n" not in str(caught.value)

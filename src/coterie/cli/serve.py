@@ -28,10 +28,19 @@ from coterie.cli.service import SERVICE_OPTIONS, checked_key, read_keys, service
 from coterie.engine.config import NO_CLASSES, ServiceConfig
 from coterie.engine.frontend import AsyncEngine
 from coterie.observe.requests import RequestObserver
-from coterie.server.config import Access, AdminConfig, ApiKey, ParserNames, ServerConfig, TlsConfig
+from coterie.server.config import (
+    Access,
+    AdminConfig,
+    ApiKey,
+    ConnectionLimits,
+    ParserNames,
+    ServerConfig,
+    TlsConfig,
+)
 from coterie.server.run import serve as run_server
 
 SERVER = ServerConfig()
+CONNECTIONS = SERVER.connections
 PROMPT = "To be, or not"
 PROMPT_IDS = [1, 2, 3]
 POSITIVE = FiniteRange(min=0.0, min_open=True)
@@ -71,6 +80,16 @@ SERVER_OPTIONS: tuple[Decorator, ...] = (
                  help="Longest body; beyond it 413."),
     click.option("--max-body-seconds", type=POSITIVE, default=SERVER.max_body_seconds, show_default=True,
                  help="Time a body may take to arrive; beyond it 408."),
+    click.option("--max-connections", type=AT_LEAST_ONE, default=CONNECTIONS.max_connections, show_default=True,
+                 help="Connections at once; beyond it 503, or the one that has rested longest is closed."),
+    click.option("--max-header-bytes", type=AT_LEAST_ONE, default=CONNECTIONS.max_header_bytes, show_default=True,
+                 help="Longest request line and headers; beyond it 431."),
+    click.option("--max-header-seconds", type=POSITIVE, default=CONNECTIONS.max_header_seconds, show_default=True,
+                 help="Time they may take to arrive; beyond it 408."),
+    click.option("--keep-alive-seconds", type=POSITIVE, default=CONNECTIONS.keep_alive_seconds, show_default=True,
+                 help="How long a connection is kept without a request."),
+    click.option("--max-unread-seconds", type=POSITIVE, default=CONNECTIONS.max_unread_seconds, show_default=True,
+                 help="How long a client may leave unread what it was sent."),
     click.option("--max-json-depth", type=AT_LEAST_ONE, default=SERVER.max_json_depth, show_default=True,
                  help="Deepest nesting of brackets in a body."),
     click.option("--max-prompts", type=AT_LEAST_ONE, default=SERVER.max_prompts, show_default=True,
@@ -164,8 +183,9 @@ def server_config(values: Mapping[str, Any], service: ServiceConfig = NO_CLASSES
     names = {field.name for field in fields(ServerConfig)}
     known = {name: value for name, value in values.items() if name in names}
     parsers = ParserNames(reasoning=values["reasoning_parser"], tool_calls=values["tool_call_parser"])
-    access = Access(api_keys=api_keys(values, service), admin=admin_config(values))
-    return ServerConfig(**known, parsers=parsers, access=access, tls=tls_config(values))
+    access = Access(api_keys=api_keys(values, service), admin=admin_config(values), tls=tls_config(values))
+    connections = ConnectionLimits(**{field.name: values[field.name] for field in fields(ConnectionLimits)})
+    return ServerConfig(**known, parsers=parsers, access=access, connections=connections)
 
 
 def api_keys(values: Mapping[str, Any], service: ServiceConfig) -> tuple[ApiKey, ...]:

@@ -52,6 +52,10 @@ class _LocalHandle:
     begun_ns: int = field(default_factory=time.monotonic_ns)
     ended_ns: int = 0
 
+    @property
+    def carries_rows(self) -> bool:
+        return self.received is not None
+
     def ready(self) -> bool:
         return self.transport._group.aborted or len(self.exchange.parts) == self.transport.size
 

@@ -40,6 +40,7 @@ try:
 except ImportError as error:  # pragma: no cover - the fast set has torch
     raise TransportError("several ranks need torch: pip install 'coterie[torch]'") from error
 
+ROWS = "all_to_all_v"
 WAKE_SECONDS = 0.1
 """How soon a waiting exchange notices `abort`."""
 
@@ -122,6 +123,7 @@ class _TorchHandle:
     def __init__(self, transport: TorchTransport, kept: tuple[Any, ...], finish: Callable[[], Any], what: str) -> None:
         self._transport, self._kept, self._finish, self._what = transport, kept, finish, what
         self._number = transport.exchanges
+        self.carries_rows = what == ROWS
         self.begun_ns, self.ended_ns = time.monotonic_ns(), 0
         if transport.stamp_ends:
             kept[0].get_future().add_done_callback(self._stamp)
@@ -224,7 +226,7 @@ class TorchTransport:
         self.bytes_to += np.asarray(to, np.int64) * data.shape[1]
         source, target = self._tensor(data), self._target(as_bytes(result))
         work = self._group.alltoall_base(target, source, came, to, options)
-        return self._handle(work, source, target, result, "all_to_all_v")
+        return self._handle(work, source, target, result, ROWS)
 
     def _verify(self, sent: list[int], received: list[int], rows: NDArray[Any]) -> None:
         width = as_bytes(rows).shape[1]

@@ -9,7 +9,6 @@ arrays of any type and travel as bytes. `comm.local` is N ranks in one process, 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -50,6 +49,10 @@ class Handle(Protocol):
     """When it was posted and when it was complete (monotonic clock); the latter 0 until then, and not later than the
     end of `wait` once that has returned."""
 
+    @property
+    def carries_rows(self) -> bool:
+        """Whether it is a payload, which takes its time, and not a word between the ranks."""
+
     def ready(self) -> bool:
         """Whether `result` may be called: always true where it can block, so that every rank goes the same way."""
 
@@ -88,23 +91,6 @@ class Transport(Protocol):
 
     def abort(self) -> None:
         """End every exchange that is awaited (from another thread too) with `Aborted`, and refuse new ones."""
-
-
-class Done:
-    """A handle whose result is there."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self.begun_ns = self.ended_ns = time.monotonic_ns()
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def result(self) -> Any:
-        return self._value
 
 
 def check_counts(transport: Transport, rows: NDArray[Any], sent: Counts, received: Counts) -> None:

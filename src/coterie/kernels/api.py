@@ -256,6 +256,9 @@ class Kernels(Protocol):
         """rows [M, H] sorted by expert, counts [E] -> [M, H]: down(silu(gate x) * up x) of each row's expert,
         unweighted. gate_up: E matrices [2I, H] in two segments, gate first; down: E matrices [H, I]."""
 
+    def gated(self, x: Array, gate_up: Bank) -> Array:
+        """silu(gate x) * up x of a bank of one matrix: [T, H] -> [T, I], what `experts` multiplies by `down`."""
+
     def combine(self, rows: Array, position: Array, weights: Array, shared: Array | None) -> Array:
         """sum_k weights[t, k] * rows[position[t, k]] in k order (+ shared): [M, H] -> [T, H]."""
 

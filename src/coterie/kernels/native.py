@@ -306,6 +306,12 @@ class NativeKernels:
         self._device.experts(rows, _integers(counts, np.int64), gate_up, down, out)
         return out
 
+    def gated(self, x: Floats, gate_up: _native.Bank) -> Floats:
+        x = _floats(x)
+        out = np.empty((len(x), gate_up.rows // 2), np.float32)
+        self._device.gated(x, gate_up, out)
+        return out
+
     def moe(
         self, x: Floats, routed: Routed, experts: ExpertBanks, shared: ExpertBanks | None
     ) -> tuple[Floats, Integers]:

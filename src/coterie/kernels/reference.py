@@ -240,16 +240,20 @@ class ReferenceKernels:
 
     def experts(self, rows: Tensor, counts: Tensor, gate_up: ReferenceBank, down: ReferenceBank) -> Tensor:
         outputs, start = [], 0
-        inner = gate_up.values.shape[1] // 2
         for expert, count in enumerate(counts.tolist()):
             if count == 0:
                 continue
-            x = rows[start : start + count]
-            both = x @ gate_up.values[expert].to(self.dtype).T
-            hidden = torch.nn.functional.silu(both[:, :inner]) * both[:, inner:]
+            hidden = self._gated(rows[start : start + count], gate_up.values[expert])
             outputs.append(hidden @ down.values[expert].to(self.dtype).T)
             start += count
         return torch.cat(outputs) if outputs else rows.new_zeros(0, rows.shape[1])
+
+    def gated(self, x: Tensor, gate_up: ReferenceBank) -> Tensor:
+        return self._gated(x, gate_up.values[0])
+
+    def _gated(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        both, inner = x @ gate_up.to(self.dtype).T, len(gate_up) // 2
+        return torch.nn.functional.silu(both[:, :inner]) * both[:, inner:]
 
     def combine(self, rows: Tensor, position: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
         total = rows[position[:, 0]] * weights[:, :1]

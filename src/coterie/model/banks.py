@@ -51,7 +51,8 @@ class BankFiller:
         """
         for part in entry.parts:
             if part.bank in self.layout.vectors:
-                self.weights[part.bank] = self.kernels.vector(np.array(_floats(values)).reshape(-1))
+                first, end = part.cols or (0, self.layout.vectors[part.bank])
+                self.weights[part.bank] = self.kernels.vector(np.array(_floats(values)).reshape(-1)[first:end])
                 continue
             bank = self._bank(part.bank)
             if (cut := cut_part(part, row, values)) is None:

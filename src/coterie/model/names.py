@@ -35,7 +35,7 @@ class BankSpec:
 class Part:
     """Slice `tensor[row0:row1, col0:col1]` (transposed if asked) goes to matrix `index` of `bank` from row `at` on.
 
-    A vector's part has only `bank`.
+    A vector's part has only `bank` and, if it is cut, `cols`.
     """
 
     bank: str

@@ -31,6 +31,7 @@ from coterie.model.packed_manifest import (
     check_quant,
     read_manifest,
 )
+from coterie.model.packed_panels import copy_panels, panel_cuts
 from coterie.model.safetensors_io import LoadError
 from coterie.model.shard import MTP_PREFIX, ExpertShard
 from coterie.spec.model import ModelSpec
@@ -72,7 +73,9 @@ class PackedReader:
         layout = check_manifest(self.manifest, folder, spec)
         check_quant(self.manifest, quant, dtype, layout)
         formats = {key: matrix.spec.format for key, matrix in self.manifest.matrices().items()}
-        self.needs: tuple[RoleNeed, ...] = memory_needs(layout if shard is None else shard.layout(layout), formats)
+        own = layout if shard is None else shard.layout(layout)
+        self.needs: tuple[RoleNeed, ...] = memory_needs(own, formats)
+        self._cuts = {} if shard is None else panel_cuts(self.manifest, shard.columns)
 
     def load(
         self, kernels: Kernels, progress: Callable[[LoadProgress], None] | None
@@ -119,26 +122,32 @@ class PackedReader:
         if group.name in self._shard.experts:
             row = self._shard.experts[group.name]
             return tuple((slot, expert) for slot, expert in enumerate(row) if expert >= 0)
+        if (kept := self._shard.columns.matrices.get(group.name)) is not None and self._held is None:
+            return tuple(enumerate(range(*kept)))
         return () if self._held is not None or group.name.startswith(MTP_PREFIX) else whole
 
     def _group(
         self, group: PackedGroup, units: tuple[tuple[int, int], ...], kernels: Kernels, *, direct: bool
     ) -> dict[str, Any]:
         keys = [matrix.key for matrix in group.matrices]
-        specs = [matrix.spec for matrix in group.matrices]
-        count = group.count
-        if self._shard is not None and group.name in self._shard.experts:
-            count = len(self._shard.experts[group.name])
+        cuts = [self._cuts.get(matrix.key) for matrix in group.matrices]
+        specs = [matrix.spec if cut is None else cut.kept for matrix, cut in zip(group.matrices, cuts, strict=True)]
+        count = self._count(group)
         is_native = isinstance(kernels, NativeKernels)
         native = kernels if isinstance(kernels, NativeKernels) else NativeKernels(machine().threads)
         if is_native and self._held is not None:
             held = tuple(self._held[key] for key in keys)
         else:
             held = native.allocate(count, *specs)
-        if units == tuple((unit, unit) for unit in range(group.count)):
-            read_units(native, held[0], self.folder / group.file, group, direct=direct)
+        path = self.folder / group.file
+        if any(cuts):
+            whole = native.allocate(group.count, *(matrix.spec for matrix in group.matrices))
+            read_units(native, whole[0], path, group, direct=direct)
+            copy_panels(native.units(whole[0]), native.units(held[0]), group, cuts)
+        elif units == tuple((unit, unit) for unit in range(group.count)):
+            read_units(native, held[0], path, group, direct=direct)
         else:
-            read_some_units(native, held[0], self.folder / group.file, group, units)
+            read_some_units(native, held[0], path, group, units)
         if is_native:
             return dict(zip(keys, held, strict=True))
         wide = [replace(spec, format=spec.format if spec.format == BF16 else F32) for spec in specs]
@@ -147,6 +156,15 @@ class PackedReader:
             for index, _ in units:
                 kernels.fill(target, index, 0, native.read(source, index))
         return dict(zip(keys, banks, strict=True))
+
+    def _count(self, group: PackedGroup) -> int:
+        """Matrices that a group's banks have here."""
+        if self._shard is not None and group.name in self._shard.experts:
+            return len(self._shard.experts[group.name])
+        if self._shard is not None and group.name in self._shard.columns.matrices:
+            first, end = self._shard.columns.matrices[group.name]
+            return end - first
+        return group.count
 
     def _vectors(self, kernels: Kernels) -> dict[str, Any]:
         vectors = self.manifest.vectors
@@ -157,7 +175,8 @@ class PackedReader:
         values = raw.view("<f4")
         for key, size in vectors.sizes:
             if self._shard is None or not key.startswith(MTP_PREFIX):
-                found[key] = kernels.vector(values[at : at + size])
+                first, end = (0, size) if self._shard is None else self._shard.columns.vectors.get(key, (0, size))
+                found[key] = kernels.vector(values[at + first : at + end])
             at += size
         return found
 

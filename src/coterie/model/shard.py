@@ -1,21 +1,24 @@
 """ExpertShard: the experts that one rank holds, and what is left of a layout or a load plan for such a rank.
 
 A rank's bank of a MoE layer has one matrix for each of its slots, in the order of the slots. Everything else is on
-every rank, MTP blocks on none. Formats are decided for the whole model before this, so that a rank's bytes are those
-that a full load gives the same expert. Not here: who holds what (`spec.placement`), reading.
+every rank, or its columns on those of a tensor-parallel group (`columns`); MTP blocks are on none. Formats are decided
+for the whole model before this, so that a rank's bytes are those that a full load gives the same expert.
+Not here: who holds what (`spec.placement`), reading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from coterie.model.columns import ColumnCuts
 from coterie.model.load_plan import LoadPlan, PlannedTensor
 from coterie.model.names import Part, TensorEntry, WeightLayout
 from coterie.model.safetensors_io import Piece
 from coterie.spec.model import ModelSpec
 from coterie.spec.placement import ExpertPlacement
+from coterie.spec.tensor_split import TensorSplit
 
 MTP_PREFIX = "mtp."
 """Of the keys of MTP blocks."""
@@ -26,17 +29,22 @@ class ExpertShard:
     """`experts`: by unit (`layers.3.ffn`) the expert of each local slot; -1 leaves a slot as it is.
 
     `held`: a rank's banks, into which only the experts named here are to be loaded; None loads the whole rank.
+    `columns`: what the rank has of everything else that is cut.
     """
 
     experts: Mapping[str, tuple[int, ...]]
     held: Mapping[str, Any] | None = None
+    columns: ColumnCuts = field(default_factory=ColumnCuts)
 
     @classmethod
-    def of(cls, placement: ExpertPlacement, spec: ModelSpec, rank: int) -> ExpertShard:
-        """What a rank holds under a placement."""
+    def of(
+        cls, placement: ExpertPlacement, spec: ModelSpec, rank: int, split: TensorSplit | None = None
+    ) -> ExpertShard:
+        """What a rank holds under a placement, in its place in a tensor-parallel group."""
         rows = placement.slot_to_expert[:, placement.slots_of_rank(rank)].tolist()
         layers = [index for index, _ in spec.moe_layers()]
-        return cls({f"layers.{index}.ffn": tuple(row) for index, row in zip(layers, rows, strict=True)})
+        experts = {f"layers.{index}.ffn": tuple(row) for index, row in zip(layers, rows, strict=True)}
+        return cls(experts, columns=ColumnCuts.of(spec, split or TensorSplit()))
 
     def since(self, before: ExpertShard, held: Mapping[str, Any]) -> ExpertShard:
         """What must be loaded into `held`, the banks of a rank that had `before`, to have this."""
@@ -44,7 +52,7 @@ class ExpertShard:
         def change(unit: str, row: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(new if new != old else -1 for new, old in zip(row, before.experts[unit], strict=True))
 
-        return ExpertShard({unit: change(unit, row) for unit, row in self.experts.items()}, held)
+        return replace(self, experts={unit: change(unit, row) for unit, row in self.experts.items()}, held=held)
 
     @property
     def num_experts(self) -> int:
@@ -59,8 +67,9 @@ class ExpertShard:
             if not key.startswith(MTP_PREFIX)
         }
         vectors = {key: size for key, size in layout.vectors.items() if not key.startswith(MTP_PREFIX)}
-        entries = ((name, self.entry(entry, layout)) for name, entry in layout.tensors.items())
-        return WeightLayout(banks, vectors, {name: entry for name, entry in entries if entry.parts})
+        entries = ((name, self._entry(entry, layout)) for name, entry in layout.tensors.items())
+        own = WeightLayout(banks, vectors, {name: entry for name, entry in entries if entry.parts})
+        return self.columns.layout(own)
 
     def plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan of this rank."""
@@ -75,6 +84,10 @@ class ExpertShard:
 
     def entry(self, entry: TensorEntry, layout: WeightLayout) -> TensorEntry:
         """A tensor's parts that are wanted here, at the place they have here."""
+        return self.columns.entry(self._entry(entry, layout), layout)
+
+    def _entry(self, entry: TensorEntry, layout: WeightLayout) -> TensorEntry:
+        """The same without the columns."""
         return TensorEntry(entry.shape, tuple(new for part in entry.parts for new in self._parts(part, layout)))
 
     def _parts(self, part: Part, layout: WeightLayout) -> Iterable[Part]:

@@ -12,11 +12,13 @@ from typing import Any
 
 from coterie.comm.exchange import Exchange
 from coterie.comm.local import LocalTransport
+from coterie.comm.tensor_group import TensorGroup
 from coterie.comm.transport import Handle, Transport
 from coterie.kernels.api import Array, Bank, BlockInput, GroupedWeights, Kernels, LatentWeights, Prepared, Projection
 from coterie.model.attention import Attention, GroupedAttention, LatentAttention, LayerCache, bind
+from coterie.model.overlap import drive
 from coterie.moe.dispatch import Dispatcher
-from coterie.moe.experts import Experts, FusedExperts
+from coterie.moe.experts import Experts, FusedExperts, SplitExpert
 from coterie.moe.layer import MoELayer
 from coterie.moe.router import Router
 from coterie.observe.expert_load import ExpertLoad
@@ -30,7 +32,8 @@ Weights = Mapping[str, Any]
 class Runtime:
     """What every block of one rank shares: kernels, transport, the stage timer and the expert-load recorder.
 
-    `exchange`: how the experts of several ranks are reached; None makes the plain one for the transport.
+    `exchange`: how the experts of several ranks are reached; None makes the plain one for the transport. `group`: the
+    ranks that share this one's batches, each with its own heads and columns; None if there are no others.
     """
 
     kernels: Kernels
@@ -38,6 +41,7 @@ class Runtime:
     timer: StageTimer
     load: ExpertLoad | None = None
     exchange: Exchange | None = None
+    group: TensorGroup | None = None
 
     @classmethod
     def local(cls, kernels: Kernels) -> Runtime:
@@ -52,7 +56,7 @@ class DecoderLayer:
     attention_norm: Array
     attention: Attention
     ffn_norm: Array
-    ffn: Experts | MoELayer
+    ffn: Experts | SplitExpert | MoELayer
     eps: float
     runtime: Runtime
     index: int
@@ -62,22 +66,26 @@ class DecoderLayer:
     ) -> Generator[Handle, None, tuple[Array, Array]]:
         """(delta, residual) -> the same after this layer; its input is their sum (delta alone at the bottom)."""
         kernels, entry = self.runtime.kernels, BlockInput(delta, residual, self.attention_norm, self.eps)
-        delta, residual = self.attention.block(entry, batch, cache)
+        delta, residual = yield from self.attention.stages(entry, batch, cache)
         x, residual = kernels.add_norm(delta, residual, self.ffn_norm, self.eps)
         self.runtime.timer.lap("attention", self.index)
         if isinstance(self.ffn, MoELayer):
             delta = yield from self.ffn.stages(x, batch)
+            return delta, residual
+        if isinstance(self.ffn, SplitExpert):
+            delta = yield from self.ffn.stages(x)
         else:
             delta = self.ffn.forward(x, batch.ones_counts)
-            self.runtime.timer.lap("experts", self.index)
+        self.runtime.timer.lap("experts", self.index)
         return delta, residual
 
 
 class Transformer:
-    """The model on one rank."""
+    """The model on one rank. `spec` is that of the whole model, `self.spec` has the rank's own attention."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, runtime: Runtime, max_positions: int | None = None) -> None:
-        self.spec = spec
+        group = runtime.group
+        self.spec = spec = spec if group is None else group.split.local(spec)
         self.weights = {key: value for key, value in weights.items() if not key.startswith("mtp.")}
         self.runtime = runtime
         self.embedding: Bank = weights["embed"]
@@ -100,11 +108,17 @@ class Transformer:
         self.runtime.timer.lap("other")
         return hidden
 
-    def logits(self, hidden: Array) -> Array:
-        """Final-norm hidden rows [M, H] -> float32 logits [M, vocab]."""
+    def head_stages(self, hidden: Array) -> Generator[Handle, None, Array]:
+        """Final-norm hidden rows [M, H] -> float32 logits [M, vocab], on the first rank of a group only."""
         logits = self.runtime.kernels.head(hidden, self.head)
+        if self.runtime.group is not None:
+            logits = yield from self.runtime.group.at("head", -1).collect(logits, self.spec.vocab_size)
         self.runtime.timer.lap("head")
         return logits
+
+    def logits(self, hidden: Array) -> Array:
+        """The same at once."""
+        return drive(self.head_stages(hidden))
 
 
 class LayerBuilder:
@@ -121,13 +135,16 @@ class LayerBuilder:
         build = self._latent if layer.attention.kind == "mla" else self._grouped
         return DecoderLayer(
             self.weights[f"{key}.attention_norm"],
-            build(f"{key}.attention", layer.attention),
+            build(f"{key}.attention", layer.attention, self._group("attention", index)),
             self.weights[f"{key}.ffn_norm"],
             self._ffn(f"{key}.ffn", index, layer.ffn),
             self.spec.norm_eps,
             self.runtime,
             index,
         )
+
+    def _group(self, stage: str, index: int) -> TensorGroup | None:
+        return None if self.runtime.group is None else self.runtime.group.at(stage, index)
 
     def _rope(self, rope: RopeSpec) -> Array:
         if rope not in self._ropes:
@@ -137,7 +154,7 @@ class LayerBuilder:
     def _linear(self, key: str) -> Projection:
         return Projection(self.weights[key], self.weights.get(f"{key}.bias"))
 
-    def _latent(self, key: str, spec: AttentionSpec) -> LatentAttention:
+    def _latent(self, key: str, spec: AttentionSpec, group: TensorGroup | None) -> LatentAttention:
         single, kernels = spec.q_lora_rank is None, self.runtime.kernels
         weights = LatentWeights(
             q_a=None if single else self._linear(f"{key}.q_a"),
@@ -150,9 +167,10 @@ class LayerBuilder:
             o=self._linear(f"{key}.o"),
             rope=self._rope(spec.rope),
         )
-        return LatentAttention(spec, weights, kernels, bind(kernels, weights, spec))
+        bound = bind(kernels, weights, spec) if group is None else None
+        return LatentAttention(spec, weights, kernels, bound, group)
 
-    def _grouped(self, key: str, spec: AttentionSpec) -> GroupedAttention:
+    def _grouped(self, key: str, spec: AttentionSpec, group: TensorGroup | None) -> GroupedAttention:
         kernels = self.runtime.kernels
         norms = (self.weights[f"{key}.q_norm"], self.weights[f"{key}.k_norm"]) if spec.qk_norm else None
         weights = GroupedWeights(
@@ -163,16 +181,20 @@ class LayerBuilder:
             norms=norms,
             rope=self._rope(spec.rope),
         )
-        return GroupedAttention(spec, weights, kernels, bind(kernels, weights, spec))
+        bound = bind(kernels, weights, spec) if group is None else None
+        return GroupedAttention(spec, weights, kernels, bound, group)
 
-    def _ffn(self, key: str, index: int, ffn: DenseSpec | MoESpec) -> Experts | MoELayer:
+    def _ffn(self, key: str, index: int, ffn: DenseSpec | MoESpec) -> Experts | SplitExpert | MoELayer:
         weights, runtime = self.weights, self.runtime
         if isinstance(ffn, DenseSpec):
-            return self._experts(key)
+            return self._dense(key, index, ffn.intermediate_size)
         assert self._exchange is None or index in self._moe_rows, "several ranks have no experts of MTP blocks"
         experts = self._experts(key)
-        shared = self._experts(f"{key}.shared") if ffn.shared_intermediate_size else None
-        gate = weights.get(f"{key}.shared_gate")
+        inner = ffn.shared_intermediate_size
+        shared = self._dense(f"{key}.shared", index, inner) if inner else None
+        gate, fused = weights.get(f"{key}.shared_gate"), None
+        if self._exchange is None and not isinstance(shared, SplitExpert):
+            fused = FusedExperts.of(experts, shared, gate)
         return MoELayer(
             layer=index,
             router=Router(ffn, weights[f"{key}.gate"], weights.get(f"{key}.correction_bias"), runtime.kernels),
@@ -183,11 +205,19 @@ class LayerBuilder:
             kernels=runtime.kernels,
             timer=runtime.timer,
             load=runtime.load,
-            fused=FusedExperts.of(experts, shared, gate) if self._exchange is None else None,
+            fused=fused,
+            group=self._group("combine", index),
         )
 
     def _experts(self, key: str) -> Experts:
         return Experts(self.weights[f"{key}.gate_up"], self.weights[f"{key}.down"], self.runtime.kernels)
+
+    def _dense(self, key: str, index: int, inner: int) -> Experts | SplitExpert:
+        """An expert that sees every row, with this rank's columns of it where a group shares it."""
+        experts, group = self._experts(key), self._group("experts", index)
+        if group is None:
+            return experts
+        return SplitExpert(experts.gate_up, experts.down, inner, experts.kernels, group)
 
 
 def _plain_exchange(spec: ModelSpec, transport: Transport) -> Exchange | None:

@@ -1,13 +1,17 @@
 """Experts: gated MLPs over rows sorted by expert. Knows weights and counts, no ranks and no routing.
 
-A dense feed-forward and the shared experts are a bank of one expert that sees every row. `FusedExperts` is one optional
-op of the backend for what `MoELayer` writes as stages; it serves a layer whose experts all lie on one rank.
+A dense feed-forward and the shared experts are a bank of one expert that sees every row; each rank of a tensor-parallel
+group has columns of it (`SplitExpert`). `FusedExperts` is one optional op of the backend for what `MoELayer` writes as
+stages; it serves a layer whose experts all lie on one rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
+from coterie.comm.tensor_group import TensorGroup
+from coterie.comm.transport import Handle
 from coterie.kernels.api import Array, Bank, ExpertBanks, FusedMoE, Kernels, Routed
 
 
@@ -22,6 +26,32 @@ class Experts:
     def forward(self, rows: Array, counts: Array) -> Array:
         """rows [M, H] sorted by expert, counts [E] -> unweighted outputs [M, H]."""
         return self.kernels.experts(rows, counts, self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitExpert:
+    """One expert [2 `inner`, H], [H, `inner`] of which this rank has some outputs of gate and up and some of down."""
+
+    gate_up: Bank
+    down: Bank
+    inner: int
+    kernels: Kernels
+    group: TensorGroup
+
+    def columns(self, x: Array) -> Generator[Handle, None, Array]:
+        """x [T, H] -> this rank's columns of the output."""
+        gated = yield from self.group.columns(self.kernels.gated(x, self.gate_up), self.inner)
+        return self.kernels.linear(gated, self.down)
+
+    def stages(self, x: Array) -> Generator[Handle, None, Array]:
+        """x [T, H] -> the output [T, H]."""
+        block = yield from self.columns(x)
+        return (yield from self.group.columns(block, x.shape[1]))
+
+    def own_rows(self, x: Array) -> Generator[Handle, None, Array]:
+        """x [T, H] -> the output of this rank's share of the rows."""
+        block = yield from self.columns(x)
+        return (yield from self.group.columns_of_own_rows(block, x.shape[1]))
 
 
 @dataclass(frozen=True, slots=True)

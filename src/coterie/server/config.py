@@ -51,10 +51,24 @@ class AdminConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """Who may do what. api_keys: clients must send one of them; none: anybody is served. admin None: there are no admin
-    routes."""
+    routes. tls: serve HTTPS, not HTTP."""
 
     api_keys: tuple[ApiKey, ...] = ()
     admin: AdminConfig | None = None
+    tls: TlsConfig | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds on connections. max_header_seconds: for a request's head to arrive, from its first byte or the
+    connection's beginning. keep_alive_seconds: without a request, longer than the pools of usual clients and proxies
+    keep theirs. max_unread_seconds: for a client to read on, once buffers are full of what it was sent."""
+
+    max_connections: int = 1024
+    max_header_bytes: int = 64 * 1024
+    max_header_seconds: float = 20.0
+    keep_alive_seconds: float = 75.0
+    max_unread_seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +76,9 @@ class ServerConfig:
     """Every field has a flag (`coterie serve --help`). Limits are in bytes, seconds or counts as the name says; port 0
     takes a free one.
 
-    tls: serve HTTPS, not HTTP. chat_template: a file that replaces the model's own
-    template. parsers: how its answers are read. metrics_compat "vllm" repeats the core metrics under
-    `vllm:` names. shutdown_seconds: how long running requests may finish after SIGTERM before they are aborted.
+    chat_template: a file that replaces the model's own template. parsers: how its answers are read. metrics_compat
+    "vllm" repeats the core metrics under `vllm:` names. shutdown_seconds: how long running requests may finish after
+    SIGTERM before they are aborted.
     """
 
     host: str = "127.0.0.1"
@@ -86,4 +100,4 @@ class ServerConfig:
     sse_ping_seconds: float = 15.0
     shutdown_seconds: float = 30.0
     stats_log_seconds: float = 10.0
-    tls: TlsConfig | None = None
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)

@@ -14,13 +14,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from coterie.engine.messages import Stats
+from coterie.server.acceptor import Acceptor, allow_files
 from coterie.server.app import create_app
-from coterie.server.config import LOOPBACK_HOSTS, ServerConfig
+from coterie.server.config import LOOPBACK_HOSTS, ConnectionLimits, ServerConfig
 from coterie.server.reload import Reloader
 from coterie.server.state import ServerState
 from coterie.server.tls import check_files, uvicorn_options
@@ -41,9 +43,6 @@ Relaunch = Callable[[str, "RequestObserver"], "AsyncEngine"]
 _LAST_WORDS_SECONDS = 2.0
 """Time for error events to reach clients when running requests are ended."""
 
-_KEEP_ALIVE_SECONDS = 75
-"""How long an idle connection is kept: longer than the pools of usual clients and proxies keep theirs."""
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -58,8 +57,11 @@ def serve(
     Raises CoterieError if a TLS file is bad, the port cannot be bound or the model cannot be loaded. A second signal,
     or one while the model loads, stops at once.
     """
-    if config.tls is not None:
-        check_files(config.tls)
+    if config.access.tls is not None:
+        check_files(config.access.tls)
+    limits = config.connections
+    limits = replace(limits, max_connections=allow_files(limits.max_connections))
+    config = replace(config, connections=limits)
     listener = bind(config.host, config.port)
     try:
         asyncio.run(Server(config, listener, relaunch).run(launch, on_ready))
@@ -97,7 +99,18 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handlers: they would end the process before the engine is shut down."""
+    """uvicorn without its own signal handlers, which would end the process before the engine is shut down, and with
+    our way to take connections."""
+
+    limits: ConnectionLimits
+    servers: list[Acceptor]  # type: ignore[assignment]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take connections."""
+        self.servers = [Acceptor(self.limits, self.config, self.server_state)]
+        for acceptor, listener in zip(self.servers, sockets or [], strict=True):
+            acceptor.start(listener)
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -125,11 +138,13 @@ class Server:
                 server_header=False,
                 lifespan="off",
                 ws="none",
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                log_level="error",  # of requests: what clients do wrong is answered, not logged
+                timeout_keep_alive=config.connections.keep_alive_seconds,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=round(config.shutdown_seconds + 2 * _LAST_WORDS_SECONDS) + 1,
-                **uvicorn_options(config.tls),
+                **uvicorn_options(config.access.tls),
             )
         )
+        self._http.limits = config.connections
         self._stopping = asyncio.Event()
         self._engine: AsyncEngine | None = None  # before it serves; then the state has it
 
@@ -177,7 +192,7 @@ class Server:
         self.state.set_engine(engine)
         self._engine = None
         if on_ready is not None:
-            on_ready(url_of(self._listener, "http" if self._config.tls is None else "https"))
+            on_ready(url_of(self._listener, "http" if self._config.access.tls is None else "https"))
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
         """Answer new requests with 503, let running ones finish for a while, then end them with an error; then close.

@@ -229,6 +229,10 @@ class TrainKernels:
     def experts(self, rows: Tensor, counts: Tensor, gate_up: Parameter, down: Parameter) -> Tensor:
         return GroupedExperts.apply(rows.to(self.compute), gate_up, down, counts.tolist())
 
+    def gated(self, x: Tensor, gate_up: Parameter) -> Tensor:
+        gate, up = (x.to(self.compute) @ gate_up[0].to(self.compute).T).chunk(2, -1)
+        return F.silu(gate) * up
+
     def combine(self, rows: Tensor, position: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
         out = Combine.apply(rows, position, weights)
         return out if shared is None else out + shared

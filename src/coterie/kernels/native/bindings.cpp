@@ -136,6 +136,15 @@ void experts(Device& device, const In& rows, const Rows& counts, const Bank& gat
   device.experts(rows.data(), counts.data(), gate_up, down, out.data());
 }
 
+void gated(Device& device, const In& x, const Bank& gate_up, const Out& out) {
+  const std::int64_t n = rows_of("gated", x);
+  expect("gated", "x", x, {n, gate_up.cols()});
+  require(gate_up.count() == 1 && gate_up.segments() == 2, "gated: gate_up must be one matrix with 2 segments");
+  expect("gated", "out", out, {n, gate_up.rows() / 2});
+  const nb::gil_scoped_release release;
+  device.gated(x.data(), n, gate_up, out.data());
+}
+
 struct SharedExperts {
   const Bank* gate_up;
   const Bank* down;
@@ -246,6 +255,7 @@ NB_MODULE(_native, m) {
            nb::arg("shape"), nb::arg("ids").noconvert(), nb::arg("weights").noconvert())
       .def("experts", &experts, nb::arg("rows").noconvert(), nb::arg("counts").noconvert(), nb::arg("gate_up"),
            nb::arg("down"), nb::arg("out").noconvert())
+      .def("gated", &gated, nb::arg("x").noconvert(), nb::arg("gate_up"), nb::arg("out").noconvert())
       .def("moe", &moe, nb::arg("x").noconvert(), nb::arg("ids").noconvert(), nb::arg("weights").noconvert(),
            nb::arg("gate_up"), nb::arg("down"), nb::arg("shared").none(), nb::arg("counts").noconvert(),
            nb::arg("out").noconvert())

@@ -105,6 +105,8 @@ class Device {
   // Logits of x [n, H] and the choice; fills the scores and scratch of `args`.
   void route(const float* x, const Bank& gate, RouteArgs args, std::int64_t rows);
   void experts(const float* x, const std::int64_t* counts, const Bank& gate_up, const Bank& down, float* out);
+  // silu(gate x) * up x of one matrix [2I, H]: x [rows, H] -> out [rows, I].
+  void gated(const float* x, std::int64_t rows, const Bank& gate_up, float* out);
   void moe(const MoeArgs& args);
   void combine(const CombineArgs& args, std::int64_t rows);
   void sigmoid_scale(const float* x, const float* gate, float* out, std::int64_t rows, std::int64_t width);

@@ -170,6 +170,20 @@ void Device::experts(const float* x, const std::int64_t* counts, const Bank& gat
   run_experts(runs, space);
 }
 
+void Device::gated(const float* x, std::int64_t rows, const Bank& gate_up, float* out) {
+  Workspace& space = Workspace::fresh();
+  const std::int64_t inner = gate_up.rows() / 2;
+  Matrix width{};  // only its columns are read: no product follows here
+  width.cols = inner;
+  const ExpertRun run{gate_up.matrix(0), width, x, quantize(x, gate_up.cols(), rows, gate_up.shape(), space), nullptr, rows};
+  const std::int64_t blocks = (inner + kActivationGroup - 1) / kActivationGroup;
+  const std::int64_t turns = (rows + kMaxIntRows - 1) / kMaxIntRows;
+  parallel_for(pool_, turns * blocks, [&](std::int64_t i) {
+    const std::int64_t row = i / blocks * kMaxIntRows, first = i % blocks * kActivationGroup;
+    run_inner(run, {0, row, std::min(kMaxIntRows, rows - row), first, std::min(inner, first + kActivationGroup)}, {out, {}});
+  });
+}
+
 void sort_pairs(const std::int32_t* ids, std::int64_t tokens, std::int64_t top_k, std::int64_t experts,
                 std::int64_t* token, std::int64_t* position, std::int64_t* counts) {
   std::vector<std::int64_t> next(static_cast<std::size_t>(experts) + 1, 0);
