@@ -124,8 +124,8 @@ def test_a_rank_caches_only_the_key_heads_that_it_reads() -> None:
 
 
 def test_columns_are_cut_at_panels_or_not_at_all() -> None:
-    assert TensorSplit(0, 2).all_columns(160) == ((0, 64), (64, 160))
-    assert TensorSplit(0, 4).all_columns(133) == ((0, 32), (32, 64), (64, 96), (96, 133))
+    assert TensorSplit(0, 2).all_columns(160) == ((0, 96), (96, 160)), "the first rank has most"
+    assert TensorSplit(0, 4).all_columns(133) == ((0, 64), (64, 96), (96, 128), (128, 133))
     assert TensorSplit(2, 4).columns(96) == (0, 96), "three panels for four ranks"
     assert TensorSplit(2, 3).rows(1) == ((0, 0), (0, 0), (0, 1))
 

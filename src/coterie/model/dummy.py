@@ -70,9 +70,9 @@ def dummy_weights(
     if tied_head_differs(spec, quant):
         own_head(layout)
     formats = bank_formats(layout, dtype, {}, quant)
+    needs = memory_needs(layout if options.shard is None else options.shard.needed(layout), formats)
     if options.shard is not None:
         layout = options.shard.layout(layout)
-    needs = memory_needs(layout, formats)
     admit(needs)
     filler = BankFiller(kernels, layout, formats, None if options.shard is None else options.shard.held)
     pool = _Pool(seed)

@@ -88,9 +88,9 @@ def load_weights(
     plan = make_plan(checkpoint, spec, dtype, mtp=mtp, quant=quant)
     if strict:
         check_strict(plan)
+    needs = memory_needs(plan.layout if shard is None else shard.needed(plan.layout), plan.bank_formats)
     if shard is not None:
         plan = shard.plan(plan)
-    needs = memory_needs(plan.layout, plan.bank_formats)
     admit(needs)
     load = TensorLoad(plan, spec, kernels, progress, held=None if shard is None else shard.held)
     load.run()

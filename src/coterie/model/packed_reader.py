@@ -73,8 +73,7 @@ class PackedReader:
         layout = check_manifest(self.manifest, folder, spec)
         check_quant(self.manifest, quant, dtype, layout)
         formats = {key: matrix.spec.format for key, matrix in self.manifest.matrices().items()}
-        own = layout if shard is None else shard.layout(layout)
-        self.needs: tuple[RoleNeed, ...] = memory_needs(own, formats)
+        self.needs: tuple[RoleNeed, ...] = memory_needs(layout if shard is None else shard.needed(layout), formats)
         self._cuts = {} if shard is None else panel_cuts(self.manifest, shard.columns)
 
     def load(

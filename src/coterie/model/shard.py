@@ -29,12 +29,14 @@ class ExpertShard:
     """`experts`: by unit (`layers.3.ffn`) the expert of each local slot; -1 leaves a slot as it is.
 
     `held`: a rank's banks, into which only the experts named here are to be loaded; None loads the whole rank.
-    `columns`: what the rank has of everything else that is cut.
+    `columns`: what the rank has of everything else that is cut; `most`: what the first rank of its group has, which is
+    not less.
     """
 
     experts: Mapping[str, tuple[int, ...]]
     held: Mapping[str, Any] | None = None
     columns: ColumnCuts = field(default_factory=ColumnCuts)
+    most: ColumnCuts = field(default_factory=ColumnCuts)
 
     @classmethod
     def of(
@@ -44,7 +46,11 @@ class ExpertShard:
         rows = placement.slot_to_expert[:, placement.slots_of_rank(rank)].tolist()
         layers = [index for index, _ in spec.moe_layers()]
         experts = {f"layers.{index}.ffn": tuple(row) for index, row in zip(layers, rows, strict=True)}
-        return cls(experts, columns=ColumnCuts.of(spec, split or TensorSplit()))
+        return cls(experts).cut(spec, split or TensorSplit())
+
+    def cut(self, spec: ModelSpec, split: TensorSplit) -> ExpertShard:
+        """The same with a rank's columns of a tensor-parallel group."""
+        return replace(self, columns=ColumnCuts.of(spec, split), most=ColumnCuts.of(spec, replace(split, rank=0)))
 
     def since(self, before: ExpertShard, held: Mapping[str, Any]) -> ExpertShard:
         """What must be loaded into `held`, the banks of a rank that had `before`, to have this."""
@@ -70,6 +76,10 @@ class ExpertShard:
         entries = ((name, self._entry(entry, layout)) for name, entry in layout.tensors.items())
         own = WeightLayout(banks, vectors, {name: entry for name, entry in entries if entry.parts})
         return self.columns.layout(own)
+
+    def needed(self, layout: WeightLayout) -> WeightLayout:
+        """What counts as this rank's memory: the same on all ranks of a group, so that their caches are of one size."""
+        return replace(self, columns=self.most).layout(layout)
 
     def plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan of this rank."""

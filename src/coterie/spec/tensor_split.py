@@ -40,11 +40,11 @@ class TensorSplit:
         return self.all_columns(width)[self.rank]
 
     def all_columns(self, width: int) -> tuple[Range, ...]:
-        """The columns of each rank of the group."""
+        """The columns of each rank of the group; none has more than the first."""
         panels = -(-width // PANEL)
         if panels < self.size:
             return ((0, width),) * self.size
-        bounds = [min(width, PANEL * (panels * rank // self.size)) for rank in range(self.size + 1)]
+        bounds = [min(width, PANEL * -(-panels * rank // self.size)) for rank in range(self.size + 1)]
         return tuple(pairwise(bounds))
 
     def rows(self, count: int) -> tuple[Range, ...]:
