@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import socket
 import struct
 import subprocess
@@ -277,6 +278,10 @@ def test_sending_to_an_ended_process_is_engine_dead(tmp_path: Path, tiny_config:
     link = started.listen(heard.deliver, heard.reasons.put)
     link.send(make_add("a", [1, 2, 3]))
     assert heard.wait("a").finish_reason == "length" and len(heard.tokens("a")) == 6
+    for ending in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group: the parent decides
+        started.child.send_signal(ending)
+    link.send(make_add("after", [1, 2, 3]))
+    assert heard.wait("after").finish_reason == "length"
     link.kill()
     assert "exit status" in (heard.reasons.get(timeout=30) or "")
     with pytest.raises(EngineDead):

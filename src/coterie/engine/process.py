@@ -8,6 +8,7 @@ messages. With a seat the child is one of several ranks, and waits for the front
 from __future__ import annotations
 
 import importlib
+import signal
 import socket
 import subprocess
 import sys
@@ -126,7 +127,9 @@ def wait_ready(
 
 
 def main(descriptor: int) -> None:
-    """The child: load what the Hello says, then serve until drained or alone."""
+    """The child: load what the Hello says, then serve until drained or alone. When to end is the parent's word."""
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal and a service manager tell children too, at once
+        signal.signal(ending, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
     wire: Wire[Hello | ToRank] = Wire(connection, Hello | ToRank)  # type: ignore[arg-type]
     messages = wire.receive()
