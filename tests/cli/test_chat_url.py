@@ -30,6 +30,9 @@ class Stub(BaseHTTPRequestHandler):
             return
         text = body["messages"][-1]["content"]
         events = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
+        if self.server.mode == "thinks":
+            names = ("reasoning_content", "reasoning")
+            events += [{"choices": [{"delta": dict.fromkeys(names, part)}]} for part in ("so [b]", " so")]
         events += [{"choices": [{"delta": {"content": part}}]} for part in ("you said ", text)]
         if self.server.mode == "error event":
             events.append({"error": {"message": "the engine stopped"}})
@@ -106,6 +109,15 @@ def test_flags_that_a_server_would_not_hear_of_are_refused(stub, monkeypatch, ca
     error = capsys.readouterr().err
     assert "--max-model-len, --threads has no effect on a server" in error and "--temperature" not in error
     assert stub.bodies == []
+
+
+def test_thinking_is_shown_beside_the_answer(stub, monkeypatch, capsys):
+    stub.mode = "thinks"
+    assert talk(stub, monkeypatch, "hello\nagain\n") == 0
+    shown = capsys.readouterr()
+    assert shown.out == "you said hello\nyou said again\n"
+    assert shown.err.count("so [b] so\n") == 2 and shown.err.index("so [b] so") < shown.err.index("7 tok in")
+    assert stub.bodies[1]["messages"][1] == {"role": "assistant", "content": "you said hello"}, "not sent back"
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,16 @@ def test_bad_flags_are_refused_with_what_is_possible(flags, possible, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "verb", [["generate", "--prompt-ids", "1"], ["serve"], ["bench", "latency"], ["quantize", "out"]]
+)
+def test_a_url_is_no_model_and_is_shown_as_it_was_written(verb, capsys):
+    url = "https://host/some/model"
+    assert run([*verb, url] if verb[0] == "bench" else [verb[0], url, *verb[1:]]) in (1, 2)
+    error = capsys.readouterr().err
+    assert f"error: {url} is a URL and models are not fetched; give a folder" in error and error.count("\n") == 1
+
+
 def test_missing_model_folder_and_wrong_folder(tmp_path, capsys):
     assert run(["generate", str(tmp_path / "nowhere"), "--prompt-ids", "1"]) == 1
     assert "there is no model folder" in capsys.readouterr().err

@@ -36,6 +36,15 @@ def lines(llm: LLM) -> dict[str, str]:
     return {choice.what: choice.value for choice in llm.report}
 
 
+def test_the_first_line_names_what_the_weights_are_kept_in() -> None:
+    """Kinds by their bytes, the most first; not the kind of the cache."""
+    with LLM(experts="int4", attention="int4", head="int4", **SMALL) as llm:
+        found = lines(llm)
+        assert found["weights"].startswith("int4 g32"), found["weights"]
+        others = {value for what, value in found.items() if what.startswith("weights of ")}
+        assert set(found["weights"].split(", ")) == others
+
+
 def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 

@@ -155,16 +155,21 @@ def test_too_long_names_all_three_numbers(length: int, max_tokens: int | None, p
         params = SamplingParams(max_tokens=max_tokens)
         validate_prompt([1] * length, params, vocab_size=VOCAB, max_model_len=128)
     assert error.value.param == param
-    for number in (128, length, *([] if max_tokens is None else [max_tokens])):
+    for number in (128, length, *([max_tokens] if max_tokens else [])):
         assert str(number) in str(error.value)
 
 
 def test_too_long_says_what_would_fit() -> None:
-    for max_tokens, longest in ((None, 127), (1, 127), (0, 128)):
+    """With the length that was asked for; a prompt that is only scored asks for none, and is told of none."""
+    for max_tokens, longest in ((None, 127), (1, 127), (28, 100), (127, 1), (0, 128)):
         params = SamplingParams(max_tokens=max_tokens)
         with pytest.raises(InvalidRequest, match=f"at most {longest} tokens"):
             validate_prompt([1] * 129, params, vocab_size=VOCAB, max_model_len=128)
         validate_prompt([1] * longest, params, vocab_size=VOCAB, max_model_len=128)
+    with pytest.raises(InvalidRequest, match="at most 127 tokens and lower max_tokens"):
+        validate_prompt([1] * 129, SamplingParams(max_tokens=128), vocab_size=VOCAB, max_model_len=128)
+    with pytest.raises(InvalidRequest, match=r"^the context limit is 128 tokens, the prompt has 129; shorten"):
+        validate_prompt([1] * 129, SamplingParams(max_tokens=0), vocab_size=VOCAB, max_model_len=128)
 
 
 def test_an_integer_past_the_upper_end_is_told_of_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 
@@ -228,6 +229,24 @@ def test_chat_names_its_own_fields():
     assert error["param"] == "max_completion_tokens"
 
 
+@pytest.mark.parametrize(("path", "body", "name"), [
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 500}]}, "max_completion_tokens"),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 500}]}, "max_tokens"),
+    (CHAT, HELLO, "max_completion_tokens"), (CHAT, HELLO, "max_tokens"), (TEXT, {"prompt": "a" * 500}, "max_tokens"),
+    (TEXT, {"prompt": "a" * 500}, "max_completion_tokens"),
+    ("/v1/responses", {"input": "a" * 500}, "max_output_tokens"),
+    ("/v1/responses", {"input": "a" * 500}, "max_tokens"), ("/v1/responses", {"input": "a"}, "max_output_tokens"),
+])  # fmt: skip
+@pytest.mark.parametrize("length", [5, 10**6])
+def test_a_length_is_called_what_the_client_called_it(path, body, name, length):
+    """Whichever field is at fault: too long a prompt, or too long an answer."""
+    response = post(MockEngine(), path, body | {name: length})
+    if "a" * 500 in json.dumps(body) or length > 128:
+        message = refused(response)["message"]
+        assert f"{name}={length}" in message
+        assert set(re.findall(r"max_\w*tokens", message)) == {name}
+
+
 def test_truncated_prompt_keeps_its_end():
     engine = MockEngine()
     post(engine, TEXT, {"prompt": [5] * 200 + [6, 7], "truncate_prompt_tokens": 3})
@@ -288,7 +307,8 @@ def test_unknown_fields_are_told_once(caplog):
     {"response_format": {"type": "structural_tag"}},
     {"functions": [{"name": "f"}]}, {"audio": {"voice": "a"}}, {"modalities": ["text", "audio"]},
     {"allowed_token_ids": [5]}, {"bad_words": ["a"]},
-    {"return_token_ids": True}, {"echo": True},
+    {"return_token_ids": True}, {"echo": True}, {"web_search_options": {}},
+    {"web_search_options": {"user_location": None}},
 ])  # fmt: skip
 def test_what_would_change_the_answer_is_refused_not_ignored(extra):
     error = refused(post(MockEngine(), CHAT, HELLO | extra))
@@ -297,7 +317,7 @@ def test_what_would_change_the_answer_is_refused_not_ignored(extra):
 
 
 @pytest.mark.parametrize("extra", [
-    {"modalities": ["text"]},
+    {"modalities": ["text"]}, {"web_search_options": None}, {"audio": {}},
     {"tools": None}, {"tools": []}, {"tool_choice": "none"}, {"tool_choice": "auto"}, {"tool_choice": None},
     {"response_format": {"type": "text"}}, {"response_format": None}, {"functions": []}, {"guided_json": None},
     {"echo": False, "bad_words": [], "allowed_token_ids": None, "return_token_ids": False},

@@ -84,7 +84,7 @@ def test_fields_reach_the_engine():
     engine = MockEngine()
     body = {"input": "hi", "max_output_tokens": 2, "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5,
             "seed": 7, "stop": "x", "min_p": 0.1, "metadata": {"a": "b"}, "text": {"verbosity": "low"},
-            "include": ["anything"],
+            "include": ["message.output_text.logprobs"],
             "reasoning": {"effort": "low"}, "user": "u", "store": True, "parallel_tool_calls": False}  # fmt: skip
     answer = post(make_state(engine, strict_api=True), URL, body).json()
     params = engine.asked[0][1]
@@ -94,6 +94,17 @@ def test_fields_reach_the_engine():
     assert answer["output"][0]["status"] == "incomplete" and answer["completed_at"] is None
     assert (answer["max_output_tokens"], answer["temperature"], answer["top_p"]) == (2, 0.5, 0.9)
     assert answer["metadata"] == {"a": "b"} and answer["reasoning"]["effort"] == "low"
+
+
+def test_what_include_asks_for_in_vain_is_said(caplog):
+    """Clients send it unasked, so it is no error unless the server is strict; the log says it once each."""
+    state, body = make_state(MockEngine()), {"input": "hi", "include": ["reasoning.encrypted_content", "x"]}
+    for _ in range(2):
+        assert post(state, URL, body).status_code == 200
+    assert sum("'reasoning.encrypted_content' of include is ignored" in line for line in caplog.messages) == 1
+    refused = post(make_state(MockEngine(), strict_api=True), URL, body | {"include": ["x"]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "include"
+    assert "'x' of include" in refused.json()["error"]["message"]
 
 
 def test_long_input_is_cut_only_if_asked():

@@ -15,16 +15,16 @@ from typing import Any
 import click
 from click.core import ParameterSource
 from rich.console import Console
+from rich.text import Text
 
 from coterie.cli.common import Timing, engine_options, error_console, sampling_options, sampling_params
 from coterie.cli.parallel import parallel_options
-from coterie.cli.remote import RemoteServer
+from coterie.cli.remote import RemoteServer, Show
 from coterie.cli.session import LocalEngine
 from coterie.engine.config import EngineConfig
 from coterie.spec.errors import CoterieError
 
 Message = dict[str, str]
-Show = Callable[[str], object]
 Reply = Callable[[list[Message], Show], Timing]
 
 HELP = "/reset starts over, /exit leaves, Ctrl-C stops an answer"
@@ -86,7 +86,7 @@ def local_reply(local: LocalEngine, values: Mapping[str, Any]) -> Reply:
     params = sampling_params(values)
 
     def reply(messages: list[Message], show: Show) -> Timing:
-        return local.answer(local.encode_chat(messages), params, show).timing
+        return local.answer(local.encode_chat(messages), params, show.text).timing
 
     return reply
 
@@ -116,14 +116,25 @@ def converse(reply: Reply, model: str, system: str | None) -> None:
 def take_turn(reply: Reply, messages: list[Message], line: str, aside: Console) -> bool:
     """Answer one line and add both to `messages`; False when the engine refused it (then nothing is added)."""
     pieces: list[str] = []
+    thinking = False
 
     def show(text: str) -> None:
+        nonlocal thinking
+        if thinking:
+            aside.print("\n")
+        thinking = False
         pieces.append(text)
         click.echo(text, nl=False)
 
+    def show_thought(text: str) -> None:
+        """Beside the answer: it is no part of it, and goes to no file that the answer is written to."""
+        nonlocal thinking
+        thinking = True
+        aside.print(Text(text, style="dim"), end="", soft_wrap=True)
+
     messages.append({"role": "user", "content": line})
     try:
-        said = reply(messages, show).line()
+        said = reply(messages, Show(show, show_thought)).line()
     except KeyboardInterrupt:
         said = "stopped"
     except CoterieError as error:

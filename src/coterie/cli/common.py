@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
-from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args, get_type_hints
 
@@ -28,7 +27,7 @@ from coterie import __version__
 from coterie.cli.main import debug_option
 from coterie.engine.config import EngineConfig
 from coterie.engine.messages import SamplingParams
-from coterie.model.gguf_file import find_gguf
+from coterie.model.gguf_file import find_gguf, local_path
 from coterie.spec.errors import CoterieError
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -156,7 +155,7 @@ def model_folder(values: Mapping[str, Any]) -> str | None:
         raise click.UsageError(f"two models were given ({', '.join(sorted(given))}); give one")
     if not given:
         return None
-    path = Path(given.pop()).expanduser()
+    path = local_path(given.pop())
     if not path.exists():
         raise CoterieError(
             f"there is no model folder {path}; give a folder with config.json and safetensors files, "

@@ -1,4 +1,4 @@
-"""`coterie generate`: complete one prompt and show ids, text, finish reason, timings. Not a chat, not a benchmark."""
+"""`coterie generate`: complete one prompt and show text, ids, finish reason; timings on stderr. Not a chat."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def generate(**values: Any) -> None:
     click.echo(f"prompt ids     {','.join(map(str, prompt_ids))}")
     click.echo(f"output ids     {','.join(map(str, answer.output_ids))}")
     click.echo(f"finish reason  {finish(answer)}")
-    click.echo(f"timings        {answer.timing.line()}")
+    click.echo(f"timings        {answer.timing.line()}", err=True)
 
 
 def show_piece(text: str) -> None:

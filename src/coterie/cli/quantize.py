@@ -23,6 +23,7 @@ from coterie.engine.memory import available_memory
 from coterie.engine.quality import Scores, agreement, score
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.select import select
+from coterie.model.gguf_file import local_path
 from coterie.model.packed_manifest import Manifest, PackedMatrix
 from coterie.model.packed_writer import PackOptions, PackReport, pack
 from coterie.model.shipped import shipped_model_path
@@ -34,7 +35,7 @@ WIDTH = 140
 
 
 @click.command()
-@click.argument("paths", nargs=-1, metavar="[MODEL] OUT", type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, metavar="[MODEL] OUT")
 @click.option("--experts", type=choice("experts"), default="int8", show_default=True,
               help="Feed-forward weights: routed and shared experts, dense layers.")
 @click.option("--attention", type=choice("attention"), default="auto", show_default=True, help="Its projections.")
@@ -60,8 +61,8 @@ def quantize(paths: tuple[Path, ...], **values: Any) -> None:
     """
     if not 1 <= len(paths) <= 2:
         raise click.UsageError("give the model and the folder to write, or only the latter for the shipped model")
-    out = paths[-1].expanduser()
-    source = paths[0].expanduser() if len(paths) == 2 else Path(shipped_model_path())
+    out = local_path(paths[-1])
+    source = local_path(paths[0]) if len(paths) == 2 else Path(shipped_model_path())
     if not source.exists():
         raise CoterieError(f"there is no model {source}; give a folder with config.json and weights, or a GGUF file")
     if out.exists() and (not out.is_dir() or out.resolve() == source.resolve()):

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
@@ -15,6 +16,14 @@ from coterie.spec.errors import CoterieError
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """Where pieces of an answer go: its text, and what the model thinks."""
+
+    text: Callable[[str], object]
+    thought: Callable[[str], object]
 
 
 class RemoteServer:
@@ -34,10 +43,8 @@ class RemoteServer:
             raise CoterieError(f"{self.base}/models lists no model")
         self.model = str(models[0]["id"])
 
-    def reply(
-        self, messages: list[dict[str, str]], options: Mapping[str, Any], show: Callable[[str], object]
-    ) -> Timing:
-        """Stream the answer to `messages`, handing each piece of text to `show`."""
+    def reply(self, messages: list[dict[str, str]], options: Mapping[str, Any], show: Show) -> Timing:
+        """Stream the answer to `messages`, handing each piece of it to `show`."""
         body = {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         body |= {name: value for name, value in options.items() if value is not None}
         started = time.monotonic()
@@ -47,10 +54,14 @@ class RemoteServer:
             for event in self._events(response):
                 usage = event.get("usage") or usage
                 for choice in event.get("choices", ()):
-                    text = choice["delta"].get("content")
-                    if text:
+                    delta = choice["delta"]
+                    thought = delta.get("reasoning_content") or delta.get("reasoning")
+                    if thought or delta.get("content"):
                         first_token = first_token or time.monotonic() - started
-                        show(text)
+                    if thought:
+                        show.thought(thought)
+                    if delta.get("content"):
+                        show.text(delta["content"])
         total = time.monotonic() - started
         return Timing(usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0), total, first_token)
 

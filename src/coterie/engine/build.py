@@ -27,7 +27,7 @@ from coterie.engine.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from coterie.kernels.api import Kernels
 from coterie.kernels.select import Choice, select
 from coterie.model.gguf import open_gguf
-from coterie.model.gguf_file import find_gguf
+from coterie.model.gguf_file import find_gguf, local_path
 from coterie.model.load_report import LoadProgress
 from coterie.model.loader import LoadedWeights, load_weights
 from coterie.model.shard import ExpertShard
@@ -91,7 +91,7 @@ def open_model(source: ModelSource, *, strict: bool = False) -> ModelFiles:
     if isinstance(source, Mapping):
         spec = ModelSpec.from_hf(source, strict=strict)
         return ModelFiles(spec, None, None, spec.eos_token_ids)
-    folder = Path(source).expanduser()
+    folder = local_path(source)
     if find_gguf(folder):
         model = open_gguf(folder)
         spec = ModelSpec.from_hf(model.config, strict=strict)

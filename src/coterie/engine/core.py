@@ -232,7 +232,7 @@ class EngineCore:
         busy = self.scheduler.has_work or bool(self._news) or not patient
         for ready in grammars.take(patience=0.0 if busy else GRAMMAR_PATIENCE):
             if ready.matcher is None:
-                self._refuse(ready.request, f"the grammar cannot be used: {ready.error}")
+                self._refuse(ready.request, ready.error or "the grammar cannot be used")
             else:
                 self.sampler.constrain(ready.request, ready.matcher)
                 self._queue(ready.request)

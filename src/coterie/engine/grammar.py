@@ -19,7 +19,8 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.engine.grammar_check import first_line, parser_limits
+from coterie.engine.grammar_check import parser_limits
+from coterie.engine.grammar_errors import in_words
 from coterie.engine.request import Request
 from coterie.engine.tokenizer import Tokenizer
 from coterie.spec.errors import CoterieError
@@ -69,7 +70,7 @@ class Matcher:
         return np.unpackbits(self._bits.view(np.uint8), count=self._size, bitorder="little").view(np.bool_)
 
     def _error(self) -> GrammarError:
-        return GrammarError(f"the grammar cannot be followed here: {first_line(self._native.get_error())}")
+        return GrammarError(f"the grammar cannot be followed here: {in_words(self._native.get_error())}")
 
 
 class Grammars:
@@ -104,7 +105,7 @@ class Grammars:
             self._vocabulary = vocabulary(self._tokenizer, self._eos, self._size)
         native = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=parser_limits())
         if native.is_error():
-            raise GrammarError(first_line(native.get_error()))
+            raise GrammarError(in_words(native.get_error()))
         matcher = Matcher(native, self._size)
         matcher.allowed()  # the first mask is the slowest: it is paid for here, not inside a step
         return matcher

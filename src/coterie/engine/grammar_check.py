@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import llguidance
 
 from coterie.engine.errors import EngineBusy, InvalidRequest
+from coterie.engine.grammar_errors import in_words
 
 MAX_BYTES = 256 * 1024
 SECONDS = 2.0
@@ -43,11 +44,6 @@ _WALKS, _STEPS = 9, 12
 def parser_limits() -> llguidance.LLParserLimits:
     """Bounds on the work of a step (the library's own) and on building the lexer (an eighth of its own)."""
     return llguidance.LLParserLimits(initial_lexer_fuel=125_000, max_grammar_size=100_000, verbose_errors=False)
-
-
-def first_line(message: str) -> str:
-    """An error of llguidance without its excerpt of the grammar, and not longer than a client wants to read."""
-    return (message.strip().splitlines() or ["unknown error"])[0][:300]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +115,7 @@ class GrammarCheck:
             message = "the grammar is too large, or its rules refer to each other too deeply, to be compiled"
             raise InvalidRequest("grammar", message) from None
         if answer:
-            raise InvalidRequest("grammar", f"the grammar cannot be used: {answer}")
+            raise InvalidRequest("grammar", answer)
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "coterie.engine.grammar_check"]
@@ -212,7 +208,7 @@ def main() -> None:
         signal.alarm(math.ceil(2 * SECONDS))  # should the parent be gone, nobody else ends a trial
         native = llguidance.LLMatcher(vocabulary, json.loads(line), log_level=0, limits=parser_limits())
         _walk(native, spelling.byte_ids)
-        error = first_line(native.get_error()) if native.is_error() else ""
+        error = in_words(native.get_error()) if native.is_error() else ""
         signal.alarm(0)
         print(json.dumps(error), flush=True)
 

@@ -25,7 +25,9 @@ def weight_choices(loaded: LoadedWeights, config: EngineConfig, kernels: Kernels
     """Lines for all weights, for each role, and for the activations that they are multiplied with."""
     total = sum(need.nbytes for need in loaded.needs)
     reason = "asked for" if config.dtype != "auto" else "as the files hold them"
-    lines = [Choice("weights", loaded.kind, f"{reason}; {gigabytes(total)} in all")]
+    by_size = sorted(loaded.needs, key=lambda need: -need.nbytes)
+    kinds = ", ".join(dict.fromkeys(need.label for need in by_size)) or loaded.kind
+    lines = [Choice("weights", kinds, f"{reason}; {gigabytes(total)} in all")]
     asked: Mapping[str, str] = {"experts": config.experts, "attention": config.attention, "head": config.head}
     for need in loaded.needs:
         why = "asked for" if asked.get(need.role, "auto") != "auto" else reason

@@ -88,12 +88,7 @@ def validate_prompt(
     asked = params.max_tokens
     longest = max_model_len - (asked != 0)
     if length > longest:
-        wanted = "no max_tokens" if asked is None else f"max_tokens={asked}"
-        raise InvalidRequest(
-            "prompt",
-            f"the context limit is {max_model_len} tokens, the prompt has {length} and {wanted} was asked for;"
-            f" shorten the prompt to at most {longest} tokens",
-        )
+        raise InvalidRequest("prompt", _too_long(length, asked, max_model_len))
     check_token_ids("prompt", prompt_token_ids, vocab_size)
     if asked is not None and length + asked > max_model_len:
         raise InvalidRequest(
@@ -109,6 +104,21 @@ def validate_prompt(
             f" was asked for; lower it to at most {room}",
         )
     return length + (room if asked is None else asked)
+
+
+def _too_long(length: int, asked: int | None, max_model_len: int) -> str:
+    """What to say of a prompt that leaves no room for even one token."""
+    limit = f"the context limit is {max_model_len} tokens, the prompt has {length}"
+    if asked is None:
+        return (
+            f"{limit} and no max_tokens was asked for; shorten the prompt to at most {max_model_len - 1} tokens, as at"
+            " least one is left for the answer"
+        )
+    if asked == 0:
+        return f"{limit}; shorten the prompt to at most {max_model_len} tokens"
+    room = max_model_len - asked
+    remedy = f"at most {room} tokens" if room > 0 else f"at most {max_model_len - 1} tokens and lower max_tokens"
+    return f"{limit} and max_tokens={asked} was asked for; shorten the prompt to {remedy}"
 
 
 def check_token_ids(param: str, token_ids: Sequence[Any], vocab_size: int) -> None:

@@ -184,6 +184,16 @@ def _place(header: _Header, infos: list[_Info], start: int, alignment: int) -> d
     return tensors
 
 
+def local_path(name: str | Path) -> Path:
+    """A model's folder or file by its name. Raises `LoadError` for a URL, whose slashes a Path would lose."""
+    if "://" in str(name):
+        raise LoadError(
+            f"{name} is a URL and models are not fetched; give a folder with config.json and safetensors files or a "
+            "GGUF file on this machine"
+        )
+    return Path(name).expanduser()
+
+
 def find_gguf(path: Path) -> list[Path]:
     """The GGUF files of a model: of a file (with the other parts if it is one part of a split), or of a folder.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from coterie.engine.frontend import AsyncEngine, RequestStream
 
 logger = logging.getLogger("coterie.server")
+_LENGTH = re.compile(r"\bmax_tokens\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +182,9 @@ class Generation:
     def _translated(self, raised: Exception, index: int) -> Exception:
         """An engine's error as the client hears of it."""
         if isinstance(raised, InvalidRequest):
-            name = self._names.get(raised.param, raised.param)
-            message = str(raised)
-            if raised.param == "max_tokens":
-                message = message.replace("max_tokens", name)
-            return bad_request(message, param=name)
+            # A message about the context names the length too, whatever its own field is.
+            message = _LENGTH.sub(self._names.get("max_tokens", "max_tokens"), str(raised))
+            return bad_request(message, param=self._names.get(raised.param, raised.param))
         error = as_api_error(raised)
         if error is None:
             logger.error("request %s failed", self.jobs[index].request_id, exc_info=raised)

@@ -58,6 +58,9 @@ UNSUPPORTED = frozenset({
 GIVEN: Mapping[str, Any] = {"modalities": ["text"]}
 """Values of such fields that ask for what is given anyway."""
 
+ON_IF_EMPTY = frozenset({"web_search_options"})
+"""Such fields that an empty object turns on, with its defaults."""
+
 _EMPTY = frozenset({b"null", b"false", b"[]", b"{}", b'""', b'"none"', b'"auto"'})
 _MAX_WARNINGS = 200
 
@@ -231,6 +234,22 @@ class ReloadRequest(Struct, frozen=True, kw_only=True):
 T = TypeVar("T", bound=Struct)
 
 
+class Unknown:
+    """What requests say that means nothing here: logged once each, or refused if the server is `strict`."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._warned: set[str] = set()
+
+    def judge(self, what: str, param: str) -> None:
+        """Take note of it. Raises ApiError naming the field if it is refused."""
+        if self._strict:
+            raise bad_request(f"{param}: unknown {what} (the server runs with --strict-api)", param=param)
+        if what not in self._warned and len(self._warned) < _MAX_WARNINGS:
+            self._warned.add(what)
+            logger.warning("unknown request %s is ignored", what)
+
+
 class BodyDecoder(Generic[T]):
     """Decodes one kind of request. Unknown fields are logged once each; with `strict` they are refused."""
 
@@ -238,8 +257,7 @@ class BodyDecoder(Generic[T]):
         self._decoder = msgspec.json.Decoder(kind)
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._known = frozenset(field.encode_name for field in msgspec.structs.fields(kind)) | IGNORED
-        self._strict = strict
-        self._warned: set[str] = set()
+        self._unknown = Unknown(strict=strict)
 
     def decode(self, body: bytes) -> T:
         """The request, or a 400 that names the field at fault."""
@@ -256,11 +274,14 @@ class BodyDecoder(Generic[T]):
         for name in names.keys() - self._known:
             shown = name if name.isidentifier() and len(name) <= 64 else repr(name[:64])
             if name in UNSUPPORTED:
-                value = bytes(names[name])
-                if value not in _EMPTY and (name not in GIVEN or msgspec.json.decode(value) != GIVEN[name]):
+                if _asks_for(name, bytes(names[name])):
                     raise not_supported(name, "this server does not support this field yet; leave it out")
-            elif self._strict:
-                raise bad_request(f"{shown}: unknown field (the server runs with --strict-api)", param=name[:64])
-            elif name not in self._warned and len(self._warned) < _MAX_WARNINGS:
-                self._warned.add(name)
-                logger.warning("unknown request field %s is ignored", shown)
+            else:
+                self._unknown.judge(f"field {shown}", name[:64])
+
+
+def _asks_for(name: str, value: bytes) -> bool:
+    """Whether a field that is not supported asks for something."""
+    if name in ON_IF_EMPTY and value.strip() == b"{}":
+        return True
+    return value not in _EMPTY and (name not in GIVEN or msgspec.json.decode(value) != GIVEN[name])

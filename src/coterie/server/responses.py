@@ -78,6 +78,8 @@ async def prepare_responses(state: ServerState, model: ServedModel, request: Res
             raise not_supported(name, "this server keeps no responses; send the whole conversation as input")
     if request.n not in (None, 1):
         raise not_supported("n", "a response has one choice; leave it out")
+    for value in set(request.include or ()) - {LOGPROBS}:
+        state.unknown.judge(f"value {value[:64]!r} of include", "include")
     messages, places = to_messages(request)
     chat = _to_chat(request, messages)
     try:

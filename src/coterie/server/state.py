@@ -24,6 +24,7 @@ from coterie.server.formats import HERMES, Formats, choose_formats
 from coterie.server.generation import Generation, PromptJob
 from coterie.server.limits import BodyLimits
 from coterie.server.metrics import ServerMetrics
+from coterie.server.protocol import Unknown
 from coterie.server.streaming import Envelope
 from coterie.server.templates import ChatTemplate, TemplateLimits, check_template
 from coterie.server.tiers import TIER_OF_CLASS
@@ -92,6 +93,7 @@ class ServerState:
         self.config = config
         self.body_limits = BodyLimits(config.max_body_bytes, config.max_body_seconds, config.max_json_depth)
         self.metrics = ServerMetrics(config.metrics_compat)
+        self.unknown = Unknown(strict=config.strict_api)
         self.phase: Phase = "loading"
         # Read and compiled at once: nobody waits for a model to load to hear that the file cannot be used.
         self._own_template = _template_file(config.chat_template) if config.chat_template is not None else None
