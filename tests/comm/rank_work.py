@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from coterie.comm import torch_dist
 from coterie.comm.torch_dist import GroupSpec, StoreAddress, connect
 from coterie.comm.transport import Aborted, CountMismatch, RankLost, Transport, check_agreement
 
@@ -155,3 +156,14 @@ def late(address: StoreAddress, rank: int, size: int) -> None:
     if rank == 0:
         time.sleep(60)
     join(address, rank, size, timeout=0.5)
+
+
+def wake_often(address: StoreAddress, rank: int, size: int) -> int:
+    """Waits that end and begin again while exchanges complete: none may be taken for a failure."""
+    torch_dist.WAKE_SECONDS = 1e-3
+    transport = join(address, rank, size)
+    rows, counts = np.zeros((1 << 20, 1), np.uint8), np.full(size, 1 << 19)
+    for _ in range(250):
+        transport.all_gather(np.zeros(1, np.int64)).result()
+        transport.all_to_all_v(rows, counts, counts).result()
+    return transport.exchanges

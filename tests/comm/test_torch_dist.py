@@ -54,6 +54,10 @@ def test_a_slow_peer_is_waited_for() -> None:
     assert seconds[0] > 0.3
 
 
+def test_an_exchange_that_completes_as_a_wait_ends_is_no_failure() -> None:
+    assert run_ranks(2, rank_work.wake_often) == [500, 500]
+
+
 def test_abort_ends_a_wait() -> None:
     assert 0.1 < run_ranks(2, rank_work.abort_a_wait)[1] < 1.5
 

@@ -268,8 +268,14 @@ class TorchTransport:
                 work.wait(timedelta(seconds=WAKE_SECONDS))
                 return
             except RuntimeError as error:
-                if not work.is_completed() and time.monotonic() < deadline:
-                    continue
+                if not work.is_completed():
+                    if time.monotonic() < deadline:
+                        continue
+                    self._fail(what, error)
+            try:
+                work.wait()  # it may have completed just after that wait had ended
+                return
+            except RuntimeError as error:
                 self._fail(what, error)
 
     def _fail(self, what: str, error: RuntimeError) -> None:
