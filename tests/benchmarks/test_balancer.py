@@ -48,7 +48,7 @@ def test_traffic(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_drift(capsys: pytest.CaptureFixture[str]) -> None:
     marks = benchmark.Marks()
-    benchmark.drifting(6, marks, (20,))
+    benchmark.drifting(6, marks, (16,))
     assert marks.report(), capsys.readouterr().out
 
 

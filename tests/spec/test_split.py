@@ -85,7 +85,7 @@ def test_a_chain_of_copies_is_levelled_and_whole_tokens_cost_little() -> None:
     counts = np.array([[0, 100, 100, 100, 100, 100, 0]])
     by_rank = split(counts, placement).reshape(ranks, 2).sum(1)
     assert by_rank.sum() == 500
-    assert by_rank.max() <= 500 / ranks * 1.04
+    assert by_rank.max() <= 500 / ranks * 1.1
     patient = SplitPlan.of(placement.slot_to_expert, ranks + 1, ranks).whole(counts, 60).reshape(ranks, 2).sum(1)
     assert patient.max() <= 85
 

@@ -19,15 +19,16 @@ from coterie.spec.balance_pack import by_nodes, linked, packed
 from coterie.spec.balance_search import Search, swap_in_pairs
 from coterie.spec.errors import SpecError
 from coterie.spec.placement import EMPTY, ExpertPlacement, check_slots, check_topology, node_of_rank
-from coterie.spec.split import SplitPlan
+from coterie.spec.split import SWEEPS, SplitPlan
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 WORTH = 0.01
 """A layer is changed only if its busiest rank is expected to have less by this part."""
-_ROUNDS = 12
+_ROUNDS = 8
 _STEPS = 60
+_SAMPLES = 2
 _SPREAD = 0.8
 """Width of the factors that make a load like the planned one: as noisy as batches are (standard deviation 0.23)."""
 
@@ -143,13 +144,6 @@ class _Shape:
         return full.reshape(len(table), -1)
 
 
-def _level(table: Ints, load: Floats, sweeps: int) -> Floats:
-    """Busiest rank / mean of each layer after the split [L]; table [L, R, k]."""
-    layers, ranks, _ = table.shape
-    shares = SplitPlan.of(table.reshape(layers, -1), load.shape[1], ranks).level(load, sweeps)
-    return 1 / balance(shares, ranks)
-
-
 def _fresh(load: Floats, shape: _Shape) -> Ints:
     slots, ranks = shape.num_slots, shape.living
     if shape.groups > 1:
@@ -177,14 +171,21 @@ def _fresh(load: Floats, shape: _Shape) -> Ints:
 
 def _best(candidates: list[Ints], load: Floats, price: float) -> Ints:
     """Per layer, the candidate best on loads like `load` among those that on `load` are no worse than the first one and
-    nearly the best; each must be better than the one before by `price`."""
+    nearly the best. With a `price` each must be better than the one before by it, and the first stays if it is good."""
     number, layers = len(candidates), len(load)
     tables = np.concatenate(candidates)
-    factor = 1 + _SPREAD * (np.random.default_rng(0).random(load.shape) - 0.5)
-    planned = _level(tables, np.tile(load, (number, 1)), 12).reshape(number, layers)
-    near = _level(tables, np.tile(load * factor, (number, 1)), 5).reshape(number, layers)
+    factors = 1 + _SPREAD * (np.random.default_rng(0).random((_SAMPLES, *load.shape)) - 0.5)
+    plan = SplitPlan.of(tables.reshape(len(tables), -1), load.shape[1], tables.shape[1])
+
+    def busiest(like: Floats, sweeps: int) -> Floats:
+        shares = plan.level(np.tile(like, (number, 1)), sweeps)
+        return 1 / balance(shares, tables.shape[1]).reshape(number, layers)
+
+    planned = busiest(load, 12)
+    near = np.mean([busiest(load * factor, SWEEPS) for factor in factors], 0)
     limit = np.maximum(np.minimum(planned[0], planned.min(0) * 1.01), 1.0005)
     near = np.where(planned <= limit, near + planned, np.inf) + price * np.arange(number)[:, None]
+    near[0, (planned[0] <= planned.min(0) * (1 + WORTH)) & (price > 0)] = 0.0
     return tables.reshape(number, layers, *tables.shape[1:])[near.argmin(0), np.arange(layers)]
 
 
@@ -197,12 +198,13 @@ def _improved(load: Floats, shape: _Shape, current: ExpertPlacement, max_moves: 
         _complete(start[row], load[row])
     nodes = shape.node_of_rank if shape.groups > 1 else None
     candidates = [start]
-    spent = 0
+    spent = np.zeros(layers, np.int64)
     for part in (0.25, 0.75, 1.0):
-        budget = None if max_moves is None else int(max_moves * part) - spent
         candidates.append(candidates[-1].copy())
-        Search(_STEPS, budget=budget, node_of_rank=nodes).improve(candidates[-1], load)
-        spent += budget or 0
+        allowed = int((max_moves or 0) * part)
+        left = None if max_moves is None else allowed - spent
+        Search(_STEPS, node_of_rank=nodes).improve(candidates[-1], load, left)
+        spent = spent if left is None else allowed - left
     return _best(candidates, load, price=WORTH / 2)
 
 

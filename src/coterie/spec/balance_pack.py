@@ -16,7 +16,8 @@ Ints = NDArray[np.int64]
 _OCCUPIED = 1e12
 """Stands for "has a copy already": worse than any load, better than a full rank."""
 _LAYINGS = 4
-"""Big and small experts are placed in turns: each time the line is laid over the room that small ones left."""
+"""Big and small experts are placed in turns, each time over the room that the others left; at first small ones are
+taken to be equal."""
 _NODE_TOLERANCE = 0.01
 """A node may have this much more than its part of the load before copies of its experts go elsewhere."""
 
@@ -159,12 +160,16 @@ def linked(load: Floats, num_slots: int, num_ranks: int, big: int) -> Ints | Non
     small = np.repeat(light.sum(1)[:, None] / num_ranks, num_ranks, 1)
     one = np.ones(load.shape, np.int64)
     np.put_along_axis(one, order[:, :big], 0, 1)
-    for _ in range(_LAYINGS):
+    ids, weight = _copies(light, one)
+    for turn in range(_LAYINGS):
         holds = _lay(heavy, np.maximum(target[:, None] - small, 1e-3 * target[:, None]))
         if not _fit(holds, heavy, pieces, per_rank):
             return None
-        ids, weight = _copies(light, one)
-        ranks = _place(ids, weight, per_rank - holds.sum(1))
+        room = per_rank - holds.sum(1)
+        if turn < _LAYINGS // 2:
+            small = room * (light.sum(1) / max(experts - big, 1))[:, None]
+            continue
+        ranks = _place(ids, weight, room)
         small = np.zeros(small.shape)
         np.add.at(small, (np.arange(len(load))[:, None], ranks), weight)
     batch, row, rank = np.nonzero(holds)

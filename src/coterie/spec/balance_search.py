@@ -65,21 +65,23 @@ def _count(table: Ints, experts: int) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Search:
-    """`budget` moves per layer (None: any number) and `steps` at most; `node_of_rank` [R] keeps steps inside nodes."""
+    """`steps` at most; `node_of_rank` [R] keeps steps inside nodes while that helps."""
 
     steps: int
-    budget: int | None = None
     node_of_rank: NDArray[np.int32] | None = None
     lightest: int = 8
 
-    def improve(self, table: Ints, load: Floats) -> None:
-        """Change table [L, R, k] in place for loads [L, E]."""
+    def improve(self, table: Ints, load: Floats, left: Ints | None = None) -> None:
+        """Change table [L, R, k] in place for loads [L, E]; `left` [L], if given, are the moves that may be made, and
+        has those made subtracted."""
         layers, experts = load.shape
-        active, wide = np.arange(layers), np.full(layers, self.node_of_rank is None)
-        left = np.full(layers, 1 << 30 if self.budget is None else self.budget)
-        for _ in range(0 if self.budget == 0 else self.steps):
+        wide = np.full(layers, self.node_of_rank is None)
+        price = 1.0 if left is None else 2.0
+        left = np.full(layers, 1 << 30) if left is None else left
+        active = np.flatnonzero(left > 0)
+        for _ in range(self.steps if len(active) else 0):
             state = _State.of(table[active], load[active], experts)
-            step = self._step(state, wide[active], left[active])
+            step = self._step(state, wide[active], left[active], price)
             better = step.gain > _LEAST * state.hottest
             step.apply(table, active, better)
             left[active[better]] -= step.cost[better]
@@ -91,7 +93,7 @@ class Search:
             if not len(active):
                 return
 
-    def _step(self, state: _State, wide: Bools, left: Ints) -> _Step:
+    def _step(self, state: _State, wide: Bools, left: Ints, price: float) -> _Step:
         rows = np.arange(len(state.table))
         heat = state.rank_load.copy()
         if self.node_of_rank is not None:
@@ -109,9 +111,8 @@ class Search:
         swap[same.any(3)[..., None] | same.any(1)[:, None] | ~allowed[:, None, :, None]] = np.inf
         copy = state.after_copy(rows, light)
         copy[np.broadcast_to(same.any(3)[..., None] | ~allowed[:, None, :, None], copy.shape)] = np.inf
-        if self.budget is not None:
-            swap[left < 2] = np.inf
-        return _Step.best(state, light, swap, copy, 1.0 if self.budget is None else 2.0)
+        swap[left < 2] = np.inf
+        return _Step.best(state, light, swap, copy, price)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ Counts = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-SWEEPS = 5
+SWEEPS = 4
 RELAX = 1.4
 _NOWHERE = 1e18
 """Load of the rank that pads an expert's list of copies: no water reaches it."""
@@ -82,7 +82,7 @@ class SplitPlan:
         owner = np.maximum(table, 0).astype(np.int64)
         rows, layer = np.arange(layers), np.arange(layers)[:, None]
         single = (np.take_along_axis(copies, owner, 1) == 1) & (table != EMPTY)
-        ranked = np.argsort(-copies, 1, kind="stable")
+        ranked = np.argsort((-copies).astype(np.int16), 1, kind="stable")
         speed = None if speeds is None else np.append(_checked_speeds(speeds, num_ranks), 1.0)
         columns, experts = [], []
         for column in range(int((copies > 1).sum(1).max(initial=0))):
@@ -355,7 +355,8 @@ def _checked_speeds(speeds: Floats, num_ranks: int) -> Floats:
 
 def _by_expert(table: NDArray[np.integer[Any]], num_experts: int) -> tuple[Ints, Ints, Ints]:
     """Slots of each layer ordered by expert [L, S], where each expert's begin [L, E], and how many they are [L, E]."""
-    order = np.argsort(table, 1, kind="stable")
+    small = np.int16 if num_experts < 1 << 15 else np.int64  # a radix sort
+    order = np.argsort(table.astype(small), 1, kind="stable")
     layers = len(table)
     flat = table.astype(np.int64) + 1 + np.arange(layers)[:, None] * (num_experts + 1)
     counts = np.bincount(flat.ravel(), minlength=layers * (num_experts + 1)).reshape(layers, -1)
