@@ -25,6 +25,8 @@ PARALLEL_OPTIONS: tuple[Decorator, ...] = (
                       "[default: the fewest that divide over the ranks]"),
     click.option("--restart-ranks/--no-restart-ranks", default=True, show_default=True,
                  help="Start a lost rank's process again."),
+    click.option("--overlap", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
+                 help="Two micro-batches a step, each computing while the other's rows travel; auto measures."),
     click.option("--enable-dp-attention", "--enable-expert-parallel", is_flag=True, expose_value=False,
                  help="Accepted and not needed: with several ranks both are so."),
 )  # fmt: skip
@@ -46,4 +48,5 @@ def parallel_config(values: Mapping[str, Any]) -> ParallelConfig:
         nodes=values["nodes"],
         redundant_experts=values["redundant_experts"],
         restart_ranks=values["restart_ranks"],
+        overlap=values["overlap"],
     )

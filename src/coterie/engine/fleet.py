@@ -230,6 +230,9 @@ class Fleet:
                 self._publish()
             case Regrouped(generation=generation) if generation == self._group.generation:
                 place.joined, place.has_joined = place.heard, True
+                if place is self._members[0]:
+                    for line in message.choices:
+                        _log.info("%s: %s (%s)", *line)
                 self._count(experts_loaded=self._group.experts_loaded + message.experts_loaded)
                 if all(member.has_joined for member in self._members):
                     self._serve()

@@ -84,7 +84,14 @@ class Launch:
     def _hello(self, rank: int, config: EngineConfig | None = None, memory: int | None = None) -> Hello:
         shard = ExpertShard.of(self._placement, self._files.spec, rank)
         address = self._store.address
-        seat = Seat(rank, address.host, address.port, dict(shard.experts), memory or self._memory)
+        seat = Seat(
+            rank,
+            address.host,
+            address.port,
+            dict(shard.experts),
+            memory or self._memory,
+            overlap=self._parallel.overlap,
+        )
         return Hello(self._path, replace(config or self._config, threads=self._threads), self._service, seat)
 
     def _restart(self, rank: int) -> StartedProcess:

@@ -200,10 +200,11 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 
 
 class Regrouped(msgspec.Struct, frozen=True, tag="regrouped"):
-    """This rank is in a generation, having loaded so many experts for it."""
+    """This rank is in a generation, having loaded so many experts for it. `choices`: of the exchange, with reasons."""
 
     generation: int
     experts_loaded: int = 0
+    choices: list[tuple[str, str, str]] = []
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):

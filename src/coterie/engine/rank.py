@@ -19,16 +19,18 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from coterie.comm.exchange import Exchange
-from coterie.comm.mesh import Mesh
+from coterie.comm.probe import Traffic, open_exchange
 from coterie.comm.transport import RankLost, Transport, TransportError, check_agreement
 from coterie.engine.build import EngineInfo, Share, load_share
 from coterie.engine.core import EngineCore
 from coterie.engine.errors import Desynchronised
 from coterie.engine.group import Group
 from coterie.engine.messages import Beat, Fault, Leave, Regroup, Regrouped, ToRank
+from coterie.engine.overlap_choice import OverlapChooser, OverlapMode
 from coterie.engine.wire import Wire
 from coterie.engine.worker import EngineLoop, deliver_to
+from coterie.kernels.select import Choice
+from coterie.model.overlap import drive
 from coterie.model.shard import ExpertShard
 from coterie.model.transformer import Transformer
 from coterie.spec.errors import CoterieError
@@ -40,6 +42,8 @@ MEET_SECONDS = 10.0
 """Within which all members of a generation must come to the store: they are loaded and were told at the same time."""
 STEP_SECONDS = 120.0
 """How long an exchange may wait for a rank that lives but computes or loads."""
+SHORT_STEP = 16
+"""Rows of a rank up to which an exchange may use messages of fixed size."""
 _log = logging.getLogger(__name__)
 
 Purpose = Literal["control", "serve"]
@@ -48,7 +52,10 @@ Meet = Callable[[Regroup, Purpose], Transport]
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """A rank's place: its number, where the ranks meet, its experts at first (by unit), the memory it may take."""
+    """A rank's place: its number, where the ranks meet, its experts at first (by unit), the memory it may take.
+
+    `interface`: of the network, None finds the one by which the store is reached. `overlap`: two micro-batches a step.
+    """
 
     number: int
     store_host: str
@@ -56,6 +63,7 @@ class Seat(msgspec.Struct, frozen=True):
     experts: dict[str, tuple[int, ...]]
     memory: int
     interface: str | None = None
+    overlap: OverlapMode = "off"
 
 
 class Rank:
@@ -65,6 +73,7 @@ class Rank:
         self.core, self._info, self._seat = core, info, seat
         self._meet = meet or self._connect
         self._held = dict(seat.experts)
+        self.choices: tuple[Choice, ...] = ()
         self._generation = -1
         self._transports: list[Transport] = []
         self._lock = threading.Lock()
@@ -83,14 +92,14 @@ class Rank:
         placement = self._placement(regroup)
         loaded = self._load(ExpertShard.of(placement, self._info.files.spec, place))
         model = self.core.runner.model
-        exchange = Exchange(Mesh.of(serve, placement.node_of_rank), placement)
+        exchange, self.choices = drive(open_exchange(serve, placement, self._traffic()))
         runtime = replace(model.runtime, transport=serve, exchange=exchange)
         self.core.runner.model = Transformer(model.spec, model.weights, runtime, self._info.max_model_len)
         check_agreement(control, "the placement of experts", placement.digest())
         self._generation = regroup.generation
         for transport in before:  # only now: members that left together may have been slower to leave
             transport.abort()
-        return Group(control, regroup.generation), loaded
+        return Group(control, regroup.generation, OverlapChooser(self._seat.overlap)), loaded
 
     @property
     def number(self) -> int:
@@ -109,6 +118,12 @@ class Rank:
         with self._lock:
             for transport in self._transports:
                 transport.abort()
+
+    def _traffic(self) -> Traffic:
+        spec, config = self._info.files.spec, self._info.config
+        top_k = next(moe.top_k for _, moe in spec.moe_layers())
+        small = min(SHORT_STEP, config.max_running_requests)
+        return Traffic(spec.hidden_size, top_k, config.chunked_prefill_size, small)
 
     def _connect(self, regroup: Regroup, purpose: Purpose) -> Transport:
         """Meet the other members at the store."""
@@ -187,7 +202,8 @@ def _generations(rank: Rank, loop: EngineLoop, wire: Wire[Any], inbox: SimpleQue
         try:
             loop.group, loaded = rank.join(asked)
             loop.wake = max(loop.wake, asked.wake)
-            wire.send(Regrouped(asked.generation, loaded))
+            choices = [(choice.what, choice.value, choice.reason) for choice in rank.choices]
+            wire.send(Regrouped(asked.generation, loaded, choices))
             wire.send(rank.core.stats())
             regroup = loop.run()
             if regroup is None:

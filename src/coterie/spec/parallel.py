@@ -8,6 +8,7 @@ expert is on every rank. Not here: which expert lies where (`placement`), proces
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from coterie.spec.errors import SpecError
 from coterie.spec.model import ModelSpec
@@ -22,7 +23,8 @@ class ParallelConfig:
 
     redundant_experts: slots beyond one for each expert, in each layer; None takes the smallest number with which the
     slots divide over the ranks. Copies balance load, and let experts outlive a lost rank. restart_ranks: start a lost
-    rank's process again. Raises SpecError with the valid values for a layout that cannot be.
+    rank's process again. overlap: steps in two micro-batches, each computing while the other's rows travel; auto
+    measures. Raises SpecError with the valid values for a layout that cannot be.
     """
 
     tp: int = 1
@@ -31,6 +33,7 @@ class ParallelConfig:
     nodes: int = 1
     redundant_experts: int | None = None
     restart_ranks: bool = True
+    overlap: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "nodes"):
