@@ -79,11 +79,16 @@ def test_virtual_times_of_busy_classes_stay_within_the_bound(
         before = busy
 
 
-def test_a_class_that_becomes_busy_has_no_claim_from_its_idle_time() -> None:
+def test_a_class_that_becomes_busy_claims_what_it_lent_within_the_bound() -> None:
     shares = Shares(table(), 64, 8)
     shares.charge([(0, 0), (1300, 0), (2000, 0)], busy=[1, 2])
     shares.begin(0, busy=[1, 2])
-    assert shares.times[0] == min(shares.times[1:]) > 0
+    assert shares.times[0] == max(shares.times[1:]) - shares.bound > 0
+    assert [shares.is_ahead(rank, [0, 1, 2]) for rank in range(3)] == [False, False, True]
+    assert not shares.is_ahead(1, [1, 2]) and shares.is_ahead(2, [1, 2])
+    shares.times = [90.0, 100.0, 100.0]
+    shares.begin(0, busy=[1, 2])
+    assert shares.times[0] == 90.0, "it lent no more than that"
     shares.times = [5000.0, 1.0, 1.0]
     shares.begin(0, busy=[1, 2])
     assert shares.times[0] == 5000.0, "what it was served before it went idle is not forgotten"

@@ -300,6 +300,33 @@ def test_isolate_gold_keeps_its_latency_beside_twice_the_capacity_of_bronze() ->
     assert plain.ttft(mixed[0]) > 5 * both.ttft(gold), "without classes gold waits behind everybody"
 
 
+@pytest.mark.parametrize("budget", [16, 64])
+def test_isolate_whatever_the_budget_first_tokens_come_as_soon_as_alone(budget: int) -> None:
+    """Gold's prompts go before bronze's while it claims what it lent, so its prefill takes as many steps as alone."""
+    model = {"fixed": 0.05, "per_token": 0.00005, "token_budget": budget, "max_running": 32}
+    gold, alone, bronze = _beside_bronze(model)
+    assert bronze.ttft(gold[1]) <= 1.25 * alone.ttft(gold[0])
+    assert bronze.tpot(gold[1]) <= 1.15 * alone.tpot(gold[0])
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+def test_isolate_where_tokens_dominate_the_loss_is_the_length_of_full_steps(budget: int) -> None:
+    """No step is missed: each token takes one full step, which is what the engine's owner chose with the budget."""
+    model = {"fixed": 0.006, "per_token": 0.0006, "token_budget": budget, "max_running": 32}
+    gold, alone, bronze = _beside_bronze(model)
+    full = model["fixed"] + model["per_token"] * budget
+    assert bronze.tpot(gold[1]) <= full * 1.001
+    assert bronze.ttft(gold[1]) / full <= 1.25 * alone.ttft(gold[0]) / model["fixed"]
+
+
+def _beside_bronze(model: dict[str, float]) -> tuple[list[Load], Run, Run]:
+    """Gold at 30 % of the capacity alone, and beside bronze that is kept waiting: its loads and both runs."""
+    size = {"length": 24, "max_tokens": 8}
+    rate = 0.3 * _capacity(model, size)
+    gold = [Load(GOLD, rate=rate, **size) for _ in range(2)]
+    return gold, run(gold[:1], 40.0, **model), run([gold[1], Load(BRONZE, waiting=100, **size)], 40.0, **model)
+
+
 def _capacity(model: dict[str, float], size: dict[str, int]) -> float:
     """Requests a second when many wait."""
     load = Load(BRONZE, waiting=40, **size)

@@ -52,7 +52,7 @@ def answers(core: EngineCore, requests: list[Add], seed: int) -> dict[str, list[
 
 
 def test_equal_texts_on_a_real_model_under_any_mix_with_evictions(tiny_folder: Path) -> None:
-    requests = adds(60, 1)
+    requests = adds(150, 1)
     small = {"load_format": "dummy", "max_running_requests": 6}
     plain = answers(built(tiny_folder, NO_CLASSES, **small), requests, 2)
     core = built(tiny_folder, ON, kv_cache_tokens=96, max_model_len=96, **small)

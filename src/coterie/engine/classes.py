@@ -78,7 +78,8 @@ class Shares:
 
     `times` are virtual: what a class was served over its weight, for busy classes never further apart than `bound`. A
     class that is ahead of what it is owed is forgiven the rest, one that lags far behind has no more to claim: so
-    neither a long idle time nor an odd mix of prompts and decoding is paid back for ever.
+    neither a long idle time nor an odd mix of prompts and decoding is paid back for ever. A higher class that lags has
+    its prompts computed before those of lower ones: it comes back to an engine that was lent.
     """
 
     def __init__(self, table: ClassTable, token_budget: int, max_running: int) -> None:
@@ -90,9 +91,13 @@ class Shares:
         self.counters = [ClassCounters() for _ in table.names]
 
     def begin(self, rank: int, busy: Collection[int]) -> None:
-        """A class has work again while the classes `busy` have some: it starts no earlier than the least of them."""
+        """A class has work again while the classes `busy` have some: what it lent them counts, within the bound."""
         if busy:
-            self.times[rank] = max(self.times[rank], min(self.times[other] for other in busy))
+            self.times[rank] = max(self.times[rank], max(self.times[other] for other in busy) - self.bound)
+
+    def is_ahead(self, rank: int, busy: Collection[int]) -> bool:
+        """Whether a class was served more than a higher one for its weight: then its prompts come after theirs."""
+        return any(self.times[other] < self.times[rank] for other in busy if other < rank)
 
     def charge(self, served: Sequence[tuple[int, int]], busy: Collection[int]) -> None:
         """Add a step's (prompt tokens, decoded tokens) of each class, then bring the busy ones within the bound."""

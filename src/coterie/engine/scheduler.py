@@ -10,10 +10,11 @@ ones still need; growth beyond that may preempt the latest arrival (its tokens a
 could not run alone is refused at `add`, so the oldest one can always go on and nothing waits for ever.
 
 Service classes (`engine/classes.py`; one class unless configured): the rules above hold within a class. Each class with
-work is promised its share of the step's tokens, of the rows (requests computed in a step) and of the blocks; what is
-left over goes to the least virtual time. A class that is below its rows may always admit, so up to twice `max_running`
-own blocks while no step computes more than that. Blocks are lent to whoever asks while the others do not wait, and come
-back when their borrower ends, or by eviction for a higher class that has waited half its deadline.
+work is promised its share of the step's tokens (not for prompts while it is ahead of a higher one), of the rows
+(requests computed in a step) and of the blocks; what is left over goes to the least virtual time. A class that is below
+its rows may always admit, so up to twice `max_running` own blocks while no step computes more. Blocks are lent to
+whoever asks while the others do not wait, and come back when their borrower ends, or by eviction for a higher class
+that has waited half its deadline.
 """
 
 from __future__ import annotations
@@ -245,7 +246,8 @@ class Scheduler:
         hungry = busy = self._busy()
         if len(busy) > 1:
             for rank in busy:
-                self._grant_class(rank, self.shares.tokens[rank], self.shares.rows[rank], step)
+                ahead = self.shares.is_ahead(rank, busy)
+                self._grant_class(rank, self.shares.tokens[rank], self.shares.rows[rank], step, prompts=not ahead)
         step.lends = True
         while step.tokens and step.rows and hungry:
             turns = self.shares.split(step.tokens, hungry)
@@ -253,12 +255,13 @@ class Scheduler:
         if len(self.classes) > 1:
             self.shares.charge(step.served(len(self.classes)), busy)
 
-    def _grant_class(self, rank: int, tokens: int, rows: int, step: Step) -> bool:
+    def _grant_class(self, rank: int, tokens: int, rows: int, step: Step, *, prompts: bool = True) -> bool:
         """Give a class up to so many tokens and rows; whether it used all the tokens and might take more."""
         step.begin_turn(rank, tokens, rows)
-        self._grant_decodes(step, keep=self._prompt_floor(step))
-        self._grant_prompts(step)
-        self._grant_decodes(step, keep=0)
+        self._grant_decodes(step, keep=self._prompt_floor(step) if prompts else 0)
+        if prompts:
+            self._grant_prompts(step)
+            self._grant_decodes(step, keep=0)
         return not step.tokens_left
 
     def _prompt_floor(self, step: Step) -> int:
@@ -368,8 +371,6 @@ class Scheduler:
     def _note_overtaken(self, request: Request, step: Step) -> None:
         for head in self._heads_elsewhere(request):
             head.num_overtakes += head in step.refused
-
-    # Blocks
 
     def _take_room(self, request: Request, blocks: list[int], step: Step) -> bool:
         """Promise a request the blocks it lacks, evicting lower classes if it is time; False if there are too few."""
