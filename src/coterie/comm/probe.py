@@ -54,8 +54,7 @@ def probe_links(mesh: Mesh, nbytes: int = PROBE_BYTES) -> Generator[Handle, None
     handle = mesh.world.all_gather(own.view(np.int64))
     yield handle
     slowest = handle.result().view(np.float64).max(0)
-    rates = [nbytes / max(seconds - slowest[0], 1e-6) for seconds in slowest[1:]]
-    return Links(float(slowest[0]), rates[0], rates[1] if mesh.rail is not None else rates[0])
+    return Links(float(slowest[0]), nbytes / float(slowest[1]), nbytes / float(slowest[2]))
 
 
 def _median(group: Transport, nbytes: int) -> Generator[Handle, None, float]:
@@ -72,7 +71,7 @@ def _median(group: Transport, nbytes: int) -> Generator[Handle, None, float]:
         handle = group.all_to_all_v(rows, counts, counts) if nbytes else group.all_gather(np.zeros(1, np.int64))
         yield handle
         handle.result()
-        seconds.append(time.monotonic() - start)
+        seconds.append(max(time.monotonic() - start, 1e-6))
     return float(np.median(seconds))
 
 

@@ -87,7 +87,8 @@ def row_counts(member: NDArray[np.bool_]) -> Int64:
 
 
 class Sum(NamedTuple):
-    """Which rows make each sum: `position` [N, D] and `weights` [N, D], padded with weight 0. For `Kernels.combine`."""
+    """Which rows make each sum: `position` and `weights` [N, D], for `Kernels.combine`. Shorter sums are padded with their
+    own first row at weight 0, so that another token's infinities stay its own."""
 
     position: Int64
     weights: Floats
@@ -106,6 +107,7 @@ def _sums(member: NDArray[np.bool_], position: Int64, weights: Floats) -> Sum:
     row, column = np.nonzero(member)
     terms = max(int(member.sum(1).max(initial=0)), 1)
     plan = Sum(np.zeros((len(member), terms), np.int64), np.zeros((len(member), terms), np.float32))
+    plan.position[row] = position[np.searchsorted(row, row)][:, None]
     plan.position[row, place[row, column]] = position
     plan.weights[row, place[row, column]] = weights
     return plan

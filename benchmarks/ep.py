@@ -1,0 +1,214 @@
+"""Expert parallelism between "hosts" on slow links: dispatch and combine in every form, bytes over the network.
+
+    python benchmarks/ep.py [--shape 2x2] [--shape 2x4] [--mbit 0] [--mbit 1000] [--mbit 200] [--tokens 512]
+
+Hosts are network namespaces of this machine (ep_net.py; root, or `unshare -Urnm`), ranks are processes in them. A shape
+is hosts x ranks a host; 2x2x2 is racks x hosts x ranks. `--mbit 0` is an unlimited link. Times are medians over rounds
+of the slowest rank; compare them within one run only: all ranks share this machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ep_net import Layout, NetError, Network
+from rich.console import Console
+from rich.table import Table
+
+WORKER = Path(__file__).with_name("ep_worker.py")
+FORMS = ("flat", "hierarchical", "flat-reduced", "hierarchical-reduced")
+SMALL_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Racks, hosts in all, ranks in each."""
+
+    racks: int
+    hosts: int
+    local: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """2x4: two hosts of four ranks; 2x2x2: two racks of two hosts of two ranks."""
+        numbers = [int(part) for part in text.split("x")]
+        if len(numbers) == 2:
+            return cls(1, *numbers)
+        racks, hosts, local = numbers
+        return cls(racks, racks * hosts, local)
+
+    @property
+    def size(self) -> int:
+        return self.hosts * self.local
+
+    def __str__(self) -> str:
+        racks = f"{self.racks} racks x " if self.racks > 1 else ""
+        return f"{racks}{self.hosts // self.racks} hosts x {self.local} ranks"
+
+
+class Ranks:
+    """The processes of one shape. Always ended."""
+
+    def __init__(self, network: Network, shape: Shape, layer: dict[str, int]) -> None:
+        self.network, self.shape = network, shape
+        self._started: list[subprocess.Popen[str]] = []
+        try:
+            store = self._start(network.switch(0), ["store", network.store_host])
+            port = self._ask(store, {"op": "port"})["port"]
+            self.ranks = [self._start(network.host(rank // shape.local), ["rank"]) for rank in range(shape.size)]
+            racks = [network.rack_of(host) for host in range(shape.hosts)]
+            common = {"op": "join", "host": network.store_host, "port": port, "size": shape.size, **layer}
+            self.all({**common, "nodes": shape.hosts, "racks": racks}, numbered=True)
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, namespace: str, arguments: list[str]) -> subprocess.Popen[str]:
+        command = [*self.network.inside(namespace), sys.executable, str(WORKER), *arguments]
+        quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet)
+        self._started.append(process)
+        return process
+
+    def _ask(self, process: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, Any]:
+        self._tell(process, request)
+        answer = self._hear(process)
+        if "error" in answer:
+            raise NetError(answer["error"])
+        return answer
+
+    def _tell(self, process: subprocess.Popen[str], request: dict[str, Any]) -> None:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+
+    def _hear(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": f"ended with {process.wait()}"}
+        return answer
+
+    def all(self, request: dict[str, Any], *, numbered: bool = False) -> list[dict[str, Any]]:
+        """Ask all ranks at once; answers by rank."""
+        for rank, process in enumerate(self.ranks):
+            self._tell(process, {**request, "rank": rank} if numbered else request)
+        answers = [self._hear(process) for process in self.ranks]
+        errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+        if errors:
+            raise NetError("\n  ".join(["ranks failed:", *errors]))
+        return answers
+
+    def end(self) -> None:
+        """Kill every process."""
+        for process in self._started:
+            process.kill()
+        for process in self._started:
+            process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One form at one speed. Bytes are per round: of the busiest host's interface, of a rank over each class of hop."""
+
+    form: str
+    dispatch: float
+    combine: float
+    nic: float
+    hops: list[float]
+
+    @property
+    def seconds(self) -> float:
+        return self.dispatch + self.combine
+
+
+def measure(ranks: Ranks, form: str, capacity: int, tokens: int, rounds: int) -> Row:
+    """Rounds of one form."""
+    network, hosts = ranks.network, ranks.shape.hosts
+    before = [network.sent_bytes(host) for host in range(hosts)]
+    answers = ranks.all(
+        {"op": "measure", "form": form, "capacity": capacity, "tokens": tokens, "rounds": rounds, "seed": 1}
+    )
+    nic = max(network.sent_bytes(host) - old for host, old in zip(range(hosts), before, strict=True)) / (rounds + 2)
+    slowest = [max(answers, key=lambda answer: sum(answer["seconds"][r]))["seconds"][r] for r in range(rounds)]
+    median = statistics.median_low([sum(pair) for pair in slowest])
+    dispatch, combine = next(pair for pair in slowest if sum(pair) == median)
+    hops = [max(answer["hops"][hop] for answer in answers) for hop in range(3)]
+    name = f"fixed capacity {capacity}" if capacity else form
+    return Row(name, dispatch, combine, nic, hops)
+
+
+def report(console: Console, title: str, rows: list[Row], chosen: str) -> None:
+    """One table, with ratios to the flat form of the same run."""
+    flat = rows[0].seconds
+    lines = [
+        [row.form, f"{row.seconds * 1e3:.1f}", f"{row.dispatch * 1e3:.1f}", f"{row.combine * 1e3:.1f}",
+         f"{flat / row.seconds:.2f}x", f"{row.nic / 1e6:.2f}", " / ".join(f"{hop / 1e6:.2f}" for hop in row.hops)]
+        for row in rows
+    ]  # fmt: skip
+    heads = ["form", "ms", "dispatch", "combine", "speed to flat", "NIC MB", "MB a rank: in node / nodes / racks"]
+    grid = Table(title=title, title_justify="left")
+    for head in heads:
+        grid.add_column(head, justify="left" if head == "form" else "right")
+    for line in lines:
+        grid.add_row(*line)
+    console.print(grid)
+    console.print(chosen)
+
+
+def bench(console: Console, shape: Shape, args: argparse.Namespace) -> None:
+    """All speeds of one shape."""
+    layer = {"hidden": args.hidden, "top_k": args.top_k, "experts": args.experts}
+    with Network(Layout(shape.hosts, shape.racks)) as network:
+        ranks = Ranks(network, shape, layer)
+        try:
+            for mbit in args.mbit:
+                network.limit(mbit or None)
+                network.limit_racks(mbit or None)
+                speed = f"{mbit:g} Mbit/s" if mbit else "unlimited"
+                found = ranks.all({"op": "probe", "tokens": args.tokens, "small": SMALL_TOKENS})[0]
+                rows = [measure(ranks, form, 0, args.tokens, args.rounds) for form in FORMS]
+                by_form = {row.form: row.seconds for row in rows}
+                ratio = by_form["flat-reduced"] / by_form["hierarchical-reduced"]
+                chosen = (
+                    f"probe: {found['links']}; chosen {found['exact']} (exact), {found['any']} (any). "
+                    f"hierarchical-reduced is {ratio:.2f}x as fast as flat-reduced and "
+                    f"{by_form['flat'] / by_form['hierarchical-reduced']:.2f}x as flat\n"
+                )
+                report(console, f"{shape}, {speed}, {args.tokens} tokens a rank", rows, chosen)
+                small = [measure(ranks, form, 0, SMALL_TOKENS, 5) for form in ("flat", "hierarchical")]
+                small.insert(1, measure(ranks, "flat", SMALL_TOKENS, SMALL_TOKENS, 5))
+                short = f"capacity chosen for short steps: {found['capacity'] or 'none'}\n"
+                report(console, f"{shape}, {speed}, {SMALL_TOKENS} tokens a rank", small, short)
+        finally:
+            ranks.end()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", type=Shape.parse)
+    parser.add_argument("--mbit", action="append", type=float)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    args.mbit = args.mbit or [0, 1000, 200]
+    console = Console(width=130)
+    for shape in args.shape or [Shape(1, 2, 2), Shape(1, 2, 4)]:
+        try:
+            bench(console, shape, args)
+        except NetError as error:
+            sys.exit(f"ep.py cannot run here: {error}")
+
+
+if __name__ == "__main__":
+    main()

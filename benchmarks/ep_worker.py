@@ -1,0 +1,99 @@
+"""A rank of ep.py: one process in one "host". JSON lines as in worker_loop.py.
+
+    python benchmarks/ep_worker.py store HOST        hosts the ranks' store, answers with its port
+    python benchmarks/ep_worker.py rank              joins it and measures what it is asked
+
+The experts' place is taken by the rows themselves, so a round is dispatch and combine and nothing else, and its result
+is known: sums of the token's own row by its weights, which every form must give.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from worker_loop import answer_requests
+
+from coterie.comm.exchange import Exchange, FormPolicy
+from coterie.comm.mesh import Mesh
+from coterie.comm.probe import Traffic, choose, probe_links
+from coterie.comm.torch_dist import GroupSpec, StoreAddress, StoreHost, connect
+from coterie.kernels.api import Routed
+from coterie.kernels.native import NativeKernels
+from coterie.model.overlap import drive
+from coterie.moe.dispatch import Dispatcher
+from coterie.spec.placement import ExpertPlacement
+
+
+class Store:
+    """The meeting point, in a namespace that no host owns."""
+
+    def __init__(self, host: str) -> None:
+        self.host = StoreHost(host)
+
+    def port(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"port": self.host.address.port}
+
+
+class Rank:
+    """One rank; `join` comes first."""
+
+    def join(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Connect: store, rank, size, nodes, racks, and the shape of the layer."""
+        address = StoreAddress(request["host"], request["port"])
+        self.rank, self.size = request["rank"], request["size"]
+        self.hidden, self.top_k, self.experts = request["hidden"], request["top_k"], request["experts"]
+        self.world = connect(address, GroupSpec(self.rank, self.size, timeout=20.0))
+        self.placement = ExpertPlacement.linear(1, self.experts, self.size, request["nodes"])
+        self.mesh = Mesh.of(self.world, self.placement.node_of_rank, request["racks"])
+        self.kernels = NativeKernels(1)
+        return {"rank": self.rank}
+
+    def probe(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What the links do now, and the form that would be chosen (exact; any)."""
+        links = drive(probe_links(self.mesh))
+        traffic = Traffic(self.hidden, self.top_k, request["tokens"], request["small"])
+        policy, chosen = choose(self.mesh, links, traffic)
+        any_form, _ = choose(self.mesh, links, traffic, exact=False)
+        return {"links": str(links), "exact": policy.sized, "capacity": policy.capacity, "any": any_form.sized,
+                "reason": chosen[0].reason}  # fmt: skip
+
+    def measure(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Seconds of dispatch and of combine of each round, and bytes by hop class per round."""
+        policy = FormPolicy(request["form"], request["capacity"])
+        exchange = Exchange(self.mesh, self.placement, policy)
+        dispatcher = Dispatcher(self.experts, self.kernels, exchange)
+        rng = np.random.default_rng([request["seed"], self.rank])
+        x = rng.normal(size=(request["tokens"], self.hidden)).astype(np.float32)
+        ids = np.argsort(rng.random((len(x), self.experts)), axis=1)[:, : self.top_k].astype(np.int32)
+        routed = Routed(ids, rng.random((len(x), self.top_k)).astype(np.float32))
+        self._round(dispatcher, x, routed)
+        before, seconds = self.mesh.bytes_by_hop(), []
+        for _ in range(request["rounds"]):
+            seconds.append(self._round(dispatcher, x, routed)[0])
+        after = self.mesh.bytes_by_hop()
+        out = self._round(dispatcher, x, routed)[1]
+        order = self.kernels.sort_by_expert(routed.expert_ids, self.experts)
+        want = self.kernels.combine(self.kernels.gather(x, order), order.position, routed.expert_weights, None)
+        error = float(np.abs(out - want).max())
+        if error > (0 if policy.exact else 1e-4):
+            raise AssertionError(f"{policy}: the result is off by {error:g}")
+        rounds = max(request["rounds"], 1)
+        return {"seconds": seconds, "hops": [(b - a) / rounds for a, b in zip(before, after, strict=True)]}
+
+    def _round(self, dispatcher: Dispatcher, x: np.ndarray, routed: Routed) -> tuple[tuple[float, float], np.ndarray]:
+        self.world.all_gather(np.zeros(1, np.int64)).result()
+        start = time.monotonic()
+        dispatched = drive(dispatcher.dispatch(x, routed))
+        middle = time.monotonic()
+        out = drive(dispatcher.combine(dispatched.rows, dispatched, routed, None))
+        return (middle - start, time.monotonic() - middle), out
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "store":
+        answer_requests(lambda: Store(sys.argv[2]))
+    else:
+        answer_requests(Rank)
