@@ -7,15 +7,18 @@ between ranks are not here, a finished move is `install`ed between two steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from coterie.comm import live
 from coterie.comm.buffers import BufferPool
+from coterie.comm.live import LiveState, Rates
 from coterie.comm.mesh import Mesh
 from coterie.comm.slots import Integers, SlotTable
-from coterie.comm.transport import Int64, Transport, TransportError
+from coterie.comm.transport import Handle, Int64, Transport, TransportError
 from coterie.spec.placement import ExpertPlacement
 
 FormName = Literal["flat", "flat-reduced", "hierarchical", "hierarchical-reduced"]
@@ -24,7 +27,10 @@ COUNTED, FIXED = len(FORMS), len(FORMS) + 1
 """What a header says beside the forms: counts of experts, or the one header of the form of fixed capacity."""
 
 WORDS = 4
-"""Of a header: form, layer, version of the placement, bytes of a row."""
+"""Of a header that must be equal on all ranks: form, layer, version of the placement, bytes of a row."""
+
+HEAD = WORDS + live.WORDS
+"""With what a rank says of its own speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,14 @@ class Counts(NamedTuple):
 class Exchange:
     """One rank's part. Not thread-safe: one engine thread; `install` between steps only."""
 
-    def __init__(self, mesh: Mesh, placement: ExpertPlacement, policy: FormPolicy | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        placement: ExpertPlacement,
+        policy: FormPolicy | None = None,
+        choose_again: Callable[[Rates], FormPolicy] | None = None,
+    ) -> None:
+        """`choose_again`: the policy for what the links carry now, asked once a window, alike on all ranks."""
         policy = policy or FormPolicy()
         if placement.num_ranks != mesh.world.size:
             raise TransportError(f"a placement for {placement.num_ranks} ranks, and there are {mesh.world.size}")
@@ -82,7 +95,8 @@ class Exchange:
                 f"{np.bincount(mesh.node_of).tolist()} ranks on {mesh.num_nodes} nodes; use flat"
             )
         self.mesh, self.policy, self.pool = mesh, policy, BufferPool()
-        self.version = -1
+        self.live, self.choose_again = LiveState(mesh.world.size), choose_again
+        self.version, self.adaptations = -1, 0
         self.last_counts = np.zeros((placement.num_layers, placement.num_experts), np.int64)
         self.overflows = 0
         self.install(placement)
@@ -96,8 +110,12 @@ class Exchange:
     def install(self, placement: ExpertPlacement) -> None:
         """Use another table from the next step on; every rank does so at the same step boundary."""
         self.placement = placement
-        self.tables = [SlotTable(placement, layer) for layer in range(placement.num_layers)]
+        self._make_tables()
         self.version += 1
+
+    def _make_tables(self) -> None:
+        layers = range(self.placement.num_layers)
+        self.tables = [SlotTable(self.placement, layer, self.live.speeds) for layer in layers]
 
     @property
     def own_slots(self) -> range:
@@ -128,28 +146,38 @@ class Exchange:
         """Rows per expert [E] of this rank."""
         return np.bincount(expert_ids.reshape(-1), minlength=self.placement.num_experts)
 
-    def counts_message(
-        self, header: list[int], rows: Int64, pairs: Int64, nodes: Int64 | None, experts: Int64
-    ) -> Int64:
-        """One rank's vector; `experts` is empty where no expert has copies, `nodes` None in the flat forms."""
-        between = np.zeros(self.mesh.num_nodes, np.int64) if nodes is None else nodes
-        return np.concatenate([np.array(header, np.int64), rows, pairs, between, experts])
+    def message(self, header: list[int], *parts: Int64) -> Int64:
+        """One rank's vector: header, its own speed, and what the exchange needs to know."""
+        return np.concatenate([np.array(header, np.int64), self.live.words(), *parts])
 
-    def experts_message(self, header: list[int], experts: Int64) -> Int64:
-        """One rank's rows per expert, gathered on their own."""
-        return np.concatenate([np.array(header, np.int64), experts])
+    def hear(self, gathered: Int64, header: list[int]) -> Int64:
+        """All ranks' vectors [R, n], checked -> their parts. Where a window ends, splits and form follow the speeds."""
+        self.check(gathered, header)
+        if self.live.heard(gathered[:, WORDS:HEAD]):
+            changed, rates = self.live.conclude()
+            if changed and any(table.has_copies for table in self.tables):
+                self._make_tables()
+            policy = self.choose_again(rates) if self.choose_again is not None else self.policy
+            self.adaptations += policy != self.policy
+            self.policy = policy
+        return gathered[:, HEAD:]
+
+    def carried(self, group: Transport, counts: Int64, width: int, handle: Handle) -> None:
+        """Note how long a payload took: `counts` rows of `width` bytes to each rank of a group of the mesh."""
+        inside, between = self.mesh.by_link(group, counts)
+        self.live.carried(inside * width, between * width, handle.ended_ns - handle.begun_ns)
 
     def read_experts(self, gathered: Int64, header: list[int], layer: int) -> Int64:
         """All ranks' rows per expert [R, E], checked and kept."""
-        self.check(gathered, header)
-        self.note_experts(layer, gathered[:, WORDS:])
-        return gathered[:, WORDS:]
+        experts = self.hear(gathered, header)
+        self.note_experts(layer, experts)
+        return experts
 
     def read_counts(self, gathered: Int64, header: list[int], layer: int) -> Counts:
-        """All ranks' vectors [R, n], checked. Keeps the expert counts for the layer's next batch."""
-        self.check(gathered, header)
+        """All ranks' rows and pairs to each rank and rows to each node (0 in flat forms). Rows per expert may follow
+        (where there are copies, unless gathered before); they are kept for the layer's next batch."""
         size, nodes = self.mesh.world.size, self.mesh.num_nodes
-        rows, pairs, between, experts = np.split(gathered[:, WORDS:], np.cumsum([size, size, nodes]), axis=1)
+        rows, pairs, between, experts = np.split(self.hear(gathered, header), np.cumsum([size, size, nodes]), axis=1)
         self.note_experts(layer, experts)
         return Counts(rows, pairs, between)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coterie.comm.buffers import Bytes
-from coterie.comm.exchange import WORDS, Exchange
+from coterie.comm.exchange import FIXED, HEAD, WORDS, Exchange
 from coterie.comm.rows import FanOut
 from coterie.comm.transport import Int64
 
@@ -32,14 +32,15 @@ class Messages(NamedTuple):
 
 
 class FixedMessages:
-    """The layout for rows of `width` bytes."""
+    """The layout for rows of `width` bytes of one layer."""
 
-    def __init__(self, width: int, capacity: int, header: list[int]) -> None:
-        self.width, self.capacity, self.header = width, capacity, header
+    def __init__(self, width: int, exchange: Exchange, layer: int) -> None:
+        self.width, self.capacity, self.exchange = width, exchange.policy.capacity, exchange
+        self.header = exchange.header(FIXED, layer, width)
 
     def _head(self, experts: int) -> int:
         """Header words and the rows that they take."""
-        return -(-(WORDS + OWN_WORDS + experts) * 8 // self.width)
+        return -(-(HEAD + OWN_WORDS + experts) * 8 // self.width)
 
     def nbytes(self, experts: int) -> int:
         """Of a message to one rank; a multiple of eight."""
@@ -48,13 +49,14 @@ class FixedMessages:
     def write(self, out: Bytes, packed: Bytes, plan: FanOut, pairs: Int64, experts: Int64) -> Bytes:
         """Messages to all ranks [R, nbytes]."""
         overflow = int(plan.counts.max(initial=0)) > self.capacity
-        words = WORDS + OWN_WORDS + len(experts)
+        words = HEAD + OWN_WORDS + len(experts)
         head = out[:, : words * 8].view(np.int64)
         head[:, :WORDS] = self.header
-        head[:, WORDS] = plan.counts
-        head[:, WORDS + 1] = pairs
-        head[:, WORDS + 2] = overflow
-        head[:, WORDS + OWN_WORDS :] = experts
+        head[:, WORDS:HEAD] = self.exchange.live.words()
+        head[:, HEAD] = plan.counts
+        head[:, HEAD + 1] = pairs
+        head[:, HEAD + 2] = overflow
+        head[:, HEAD + OWN_WORDS :] = experts
         if overflow:
             return out
         start = 0
@@ -68,16 +70,16 @@ class FixedMessages:
         start = self._head(experts) * self.width
         return message[start : start + self.capacity * self.width].reshape(self.capacity, self.width)
 
-    def read(self, received: Bytes, experts: int, exchange: Exchange) -> Messages:
+    def read(self, received: Bytes, experts: int) -> Messages:
         """Messages of all ranks [R, nbytes], checked; the rows are copied together."""
-        words = WORDS + OWN_WORDS + experts
+        words = HEAD + OWN_WORDS + experts
         head = received[:, : words * 8].view(np.int64).copy()
-        exchange.check(head, self.header)
-        counts, pairs, overflow = head[:, WORDS], head[:, WORDS + 1], bool(head[:, WORDS + 2].any())
+        own = self.exchange.hear(head, self.header)
+        counts, pairs, overflow = own[:, 0], own[:, 1], bool(own[:, 2].any())
         kept = np.zeros_like(counts) if overflow else counts
         bodies = [self._body(message, experts)[:count] for message, count in zip(received, kept.tolist(), strict=True)]
         sources = np.repeat(np.arange(len(received)), kept)
-        return Messages(overflow, np.concatenate(bodies), sources, counts, pairs, head[:, WORDS + OWN_WORDS :])
+        return Messages(overflow, np.concatenate(bodies), sources, counts, pairs, own[:, OWN_WORDS:])
 
 
 def every_one(size: int) -> Int64:

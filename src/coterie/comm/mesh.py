@@ -64,6 +64,16 @@ class Mesh:
         apart = (self.node_of != self.node_of[own]).astype(np.int64)
         return apart + (self.rack_of != self.rack_of[own])
 
+    def by_link(self, group: Transport, counts: Int64) -> tuple[int, int]:
+        """Of `counts` to each rank of a group of this mesh, how many go inside the node (not to itself) and between."""
+        others = int(counts.sum()) - int(counts[group.rank])
+        if group is self.node:
+            return others, 0
+        if group is self.rail:
+            return 0, others
+        between = int(counts[self.node_of != self.node_of[group.rank]].sum())
+        return others - between, between
+
     def bytes_by_hop(self) -> list[int]:
         """Bytes that this rank has sent to others, by hop class, through all groups of the mesh."""
         total = self.world.bytes_to.copy()

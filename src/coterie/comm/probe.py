@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coterie.comm.exchange import Exchange, FormName, FormPolicy
+from coterie.comm.live import Rates
 from coterie.comm.mesh import Mesh
 from coterie.comm.transport import Handle, Transport
 from coterie.kernels.select import Choice
@@ -154,4 +155,9 @@ def open_exchange(
         return Exchange(mesh, placement, wanted), (Choice("exchange", wanted.sized, "asked for"),)
     links = yield from probe_links(mesh)
     policy, chosen = choose(mesh, links, traffic)
-    return Exchange(mesh, placement, policy), chosen
+
+    def again(rates: Rates) -> FormPolicy:
+        now = Links(links.latency, rates.inside or links.inside, rates.between or links.between)
+        return replace(policy, sized=choose(mesh, now, traffic)[0].sized)
+
+    return Exchange(mesh, placement, policy, again), chosen

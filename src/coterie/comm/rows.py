@@ -87,8 +87,8 @@ def row_counts(member: NDArray[np.bool_]) -> Int64:
 
 
 class Sum(NamedTuple):
-    """Which rows make each sum: `position` and `weights` [N, D], for `Kernels.combine`. Shorter sums are padded with their
-    own first row at weight 0, so that another token's infinities stay its own."""
+    """Which rows make each sum: `position` and `weights` [N, D], for `Kernels.combine`. Shorter sums are padded with
+    their own first row at weight 0, so that another token's infinities stay its own."""
 
     position: Int64
     weights: Floats
@@ -133,6 +133,11 @@ class Arrived(NamedTuple):
         output = np.empty(len(order), np.int64)
         output[order] = np.arange(len(order))
         return cls(np.nonzero(member)[0][order], np.bincount(pair, minlength=len(own)), output, member)
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """Rows to compute, and slots that have any."""
+        return len(self.gather), int(np.count_nonzero(self.counts))
 
     def sums(self, weights: Floats) -> Sum:
         """The weighted sum of each row's own outputs, in k order."""

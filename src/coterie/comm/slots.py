@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from coterie.comm.transport import Int64
 from coterie.spec.placement import ExpertPlacement
+from coterie.spec.split import LayerSplit
 
 Integers = NDArray[np.integer[Any]]
 
@@ -21,13 +22,14 @@ Integers = NDArray[np.integer[Any]]
 class SlotTable:
     """One layer of a placement, in the form that the exchange reads."""
 
-    def __init__(self, placement: ExpertPlacement, layer: int) -> None:
-        self.placement, self.layer = placement, layer
+    def __init__(self, placement: ExpertPlacement, layer: int, speeds: NDArray[np.float64] | None = None) -> None:
+        """`speeds` [R], the same on all ranks: slower ranks get less."""
         self.copies = placement.copies(layer)
         self.first = np.ascontiguousarray(self.copies[:, 0])
         self.num_copies = np.count_nonzero(self.copies >= 0, axis=1)
         self.has_copies = bool(self.copies.shape[1] > 1)
         self.slots_per_rank = placement.slots_per_rank
+        self._split = LayerSplit(placement, layer, speeds=speeds) if self.has_copies else None
         self.num_experts, self.num_ranks = placement.num_experts, placement.num_ranks
 
     def assign(self, expert_ids: Integers, rank: int, gathered: Int64 | None, before: Int64) -> NDArray[np.int32]:
@@ -48,9 +50,10 @@ class SlotTable:
         return self.copies[flat, copy].reshape(expert_ids.shape)
 
     def _ends(self, counts: Int64) -> NDArray[np.float64]:
-        """Where the rows of each copy end [E, C] when an expert's rows are numbered; equal shares."""
-        numbers = np.minimum(np.arange(1, self.copies.shape[1] + 1), self.num_copies[:, None])
-        return counts[:, None] * numbers / self.num_copies[:, None]
+        """Where the rows of each copy end [E, C] when an expert's rows are numbered."""
+        assert self._split is not None
+        shares = np.append(self._split.whole(counts), 0)
+        return np.cumsum(shares[self.copies], axis=1).astype(np.float64)
 
 
 def _occurrence(flat: Integers, counts: Int64) -> Int64:

@@ -14,14 +14,15 @@ from typing import Any
 from coterie.comm.exchange import COUNTED, Exchange
 from coterie.comm.transport import Handle, Int64
 from coterie.kernels.api import Array, Kernels, Routed, SortedRows
-from coterie.moe.forms import Call, FixedForm, FlatForm, Forms, sized_form
+from coterie.moe.forms import Call, FixedForm, FlatForm, Forms, sized_forms
 
 
 @dataclass(slots=True, eq=False)
 class Dispatched:
     """Rows on the rank that computes them, sorted by local slot [M, H], rows per local slot, and the way back.
 
-    `routed_counts`: this rank's own rows per logical expert [E], for the load record. `way` is None once spent.
+    `routed_counts`: this rank's own rows per logical expert [E], for the load record. `way` is None once spent. `work`:
+    rows and slots with any, where an exchange counted them.
     """
 
     rows: Array
@@ -29,6 +30,7 @@ class Dispatched:
     routed_counts: Array
     form: Forms | None
     way: Any
+    work: tuple[int, int] = (0, 0)
 
 
 class Dispatcher:
@@ -37,7 +39,7 @@ class Dispatcher:
     def __init__(self, num_experts: int, kernels: Kernels, exchange: Exchange | None = None, layer: int = 0) -> None:
         self.num_experts, self.kernels, self.exchange, self.layer = num_experts, kernels, exchange, layer
         if exchange is not None:
-            self.sized = sized_form(exchange, kernels)
+            self.sized = sized_forms(exchange, kernels)
             self.fixed = FixedForm(exchange, kernels, self.sized)
 
     def dispatch(self, x: Array, routed: Routed, most_tokens: int | None = None) -> Generator[Handle, None, Dispatched]:
@@ -51,22 +53,28 @@ class Dispatcher:
             return Dispatched(kernels.gather(x, order), order.counts, order.counts, None, order)
         ids = kernels.to_host(routed.expert_ids)
         counts, table = exchange.count_experts(ids), exchange.tables[self.layer]
-        capacity = exchange.policy.capacity if exchange.policy.exact else 0
-        form: Forms = self.sized if not capacity or (most_tokens or 0) > capacity else self.fixed
+        policy = exchange.policy
+        use_fixed = policy.exact and policy.capacity > 0 and (most_tokens or 0) <= policy.capacity
+        form: Forms = self.fixed if use_fixed else self.sized[policy.sized]
         gathered = None
         if table.has_copies and isinstance(form, FlatForm):
             gathered = yield from self._gather(exchange, counts)
         slots = table.assign(ids, exchange.mesh.world.rank, gathered, exchange.last_counts[self.layer])
         tell = table.has_copies and gathered is None
         landed = yield from form.dispatch(Call(self.layer, x, routed, slots, counts if tell else counts[:0]))
-        return Dispatched(landed.rows, landed.counts, kernels.from_host(counts), form, landed.way)
+        return Dispatched(landed.rows, landed.counts, kernels.from_host(counts), form, landed.way, landed.work)
 
     def _gather(self, exchange: Exchange, counts: Int64) -> Generator[Handle, None, Int64]:
         """Rows per expert of all ranks [R, E]."""
         header = exchange.header(COUNTED, self.layer, 0)
-        handle = exchange.mesh.world.all_gather(exchange.experts_message(header, counts))
+        handle = exchange.mesh.world.all_gather(exchange.message(header, counts))
         yield handle
         return exchange.read_experts(handle.result(), header, self.layer)
+
+    def computed(self, dispatched: Dispatched, nanoseconds: int) -> None:
+        """Note how long the expert kernel took for what `dispatch` gave."""
+        if self.exchange is not None:
+            self.exchange.live.computed(nanoseconds, *dispatched.work)
 
     def combine(
         self, outputs: Array, dispatched: Dispatched, routed: Routed, shared: Array | None

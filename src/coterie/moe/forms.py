@@ -8,11 +8,11 @@ once to each node, to the rank with the sender's place in it, which passes it on
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
 from coterie.comm.buffers import Bytes, Lease, take_rows
-from coterie.comm.exchange import FIXED, FORMS, Counts, Exchange
+from coterie.comm.exchange import FORMS, Counts, Exchange, FormName
 from coterie.comm.fixed import FixedMessages, every_one
 from coterie.comm.rows import (
     Arrived,
@@ -42,11 +42,13 @@ class Call(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """What a dispatch gives: rows [P, H] by local slot, rows per slot, and the form's own way back."""
+    """What a dispatch gives: rows [P, H] by local slot, rows per slot, the form's own way back, and how many rows there
+    are on how many slots."""
 
     rows: Array
     counts: Array
     way: Any
+    work: tuple[int, int]
 
 
 class Home(NamedTuple):
@@ -86,6 +88,7 @@ class Form:
         handle = group.all_to_all_v(outgoing, plan.counts, received, back.rows(total, width))
         yield handle
         arrived = handle.result()
+        self.exchange.carried(group, plan.counts, width, handle)
         out.release()
         return arrived, back
 
@@ -100,6 +103,7 @@ class Form:
         handle = group.all_to_all_v(outgoing, plan.counts, received, back.floats(total, width))
         yield handle
         arrived = handle.result()
+        self.exchange.carried(group, plan.counts, width * 4, handle)
         out.release()
         return arrived, back
 
@@ -133,9 +137,10 @@ class Form:
     ) -> Generator[Handle, None, tuple[Counts, WayBack]]:
         """Tell all ranks what is coming -> everyone's counts, and the exact way back."""
         exchange, world = self.exchange, self.mesh.world
+        between = rows[: self.mesh.num_nodes] * 0 if nodes is None else nodes
         back = WayBack.of(call.slots, exchange.placement.slots_per_rank, world.size)
         header = exchange.header(kind, call.layer, width)
-        handle = world.all_gather(exchange.counts_message(header, rows, back.counts, nodes, call.experts))
+        handle = world.all_gather(exchange.message(header, rows, back.counts, between, call.experts))
         yield handle
         return exchange.read_counts(handle.result(), header, call.layer), back
 
@@ -173,7 +178,7 @@ class FlatForm(Form):
         rows, by_slot, arrived, weights = self.land(incoming, row, buffer)
         sources = arrived.returned(counts.sources(world.rank), world.size)
         check_equal("outputs to return", sources.counts, counts.pairs[:, world.rank])
-        return Landed(rows, by_slot, FlatWay(sources, home, arrived, received, member, weights))
+        return Landed(rows, by_slot, FlatWay(sources, home, arrived, received, member, weights), arrived.work)
 
     def combine(self, outputs: Array, way: FlatWay, routed: Routed) -> Returning:
         """Outputs, or their sums per rank, back to the tokens' ranks."""
@@ -227,7 +232,8 @@ class HierarchicalForm(Form):
         rows, by_slot, arrived, weights = self.land(incoming, row, last)
         sources = arrived.returned(counts.forwarded(rank, size), mesh.world.size)
         check_equal("outputs to return", sources.counts, counts.pairs[:, rank])
-        return Landed(rows, by_slot, HierarchicalWay(sources, home, arrived, rail, inner, to_nodes, to_ranks, weights))
+        way = HierarchicalWay(sources, home, arrived, rail, inner, to_nodes, to_ranks, weights)
+        return Landed(rows, by_slot, way, arrived.work)
 
     def combine(self, outputs: Array, way: HierarchicalWay, routed: Routed) -> Returning:
         """Outputs straight home, or sums by the way they came."""
@@ -243,13 +249,16 @@ class HierarchicalForm(Form):
         return self.home(rows, sum_plan(way.to_nodes), lease)
 
 
+SizedForms = Mapping[FormName, FlatForm | HierarchicalForm]
+
+
 class FixedForm(Form):
     """Up to `capacity` rows to each rank in messages of one size, their counts inside: one exchange instead of two.
 
     A rank with more rows says so to all, and all take the sized form instead. Outputs go straight home.
     """
 
-    def __init__(self, exchange: Exchange, kernels: Kernels, sized: FlatForm | HierarchicalForm) -> None:
+    def __init__(self, exchange: Exchange, kernels: Kernels, sized: SizedForms) -> None:
         super().__init__(exchange, kernels)
         self.sized = sized
 
@@ -259,7 +268,7 @@ class FixedForm(Form):
         row = RowFormat(call.x.shape[1], call.slots.shape[1])
         member, home = needed(call.slots, per_rank, range(world.size)), WayBack.of(call.slots, per_rank, world.size)
         plan = fan_out(member)
-        fixed = FixedMessages(row.width, exchange.policy.capacity, exchange.header(FIXED, call.layer, row.width))
+        fixed = FixedMessages(row.width, exchange, call.layer)
         nbytes = fixed.nbytes(len(call.experts))
         out, back = exchange.pool.lease(nbytes * world.size), exchange.pool.lease(nbytes * world.size)
         packed, lease = self.pack(call, row)
@@ -268,17 +277,17 @@ class FixedForm(Form):
         each = every_one(world.size)
         handle = world.all_to_all_v(outgoing, each, each, back.rows(world.size, nbytes))
         yield handle
-        messages = fixed.read(handle.result(), len(call.experts), exchange)
+        messages = fixed.read(handle.result(), len(call.experts))
         out.release()
         exchange.note_experts(call.layer, messages.experts)
         if messages.overflow:
             back.release()
             exchange.overflows += 1
-            return (yield from self.sized.dispatch(call))
+            return (yield from self.sized[exchange.policy.sized].dispatch(call))
         rows, by_slot, arrived, weights = self.land(messages.rows, row, back)
         sources = arrived.returned(messages.sources, world.size)
         check_equal("outputs to return", sources.counts, messages.pairs)
-        return Landed(rows, by_slot, FlatWay(sources, home, arrived, messages.counts, member, weights))
+        return Landed(rows, by_slot, FlatWay(sources, home, arrived, messages.counts, member, weights), arrived.work)
 
     def combine(self, outputs: Array, way: FlatWay | HierarchicalWay, routed: Routed) -> Returning:
         """As in every exact form: both sides know the counts by now."""
@@ -288,9 +297,13 @@ class FixedForm(Form):
 Forms = FlatForm | HierarchicalForm | FixedForm
 
 
-def sized_form(exchange: Exchange, kernels: Kernels) -> FlatForm | HierarchicalForm:
-    """The form that the policy names for batches of any size."""
-    reduced = not exchange.policy.exact
-    if exchange.policy.sized.startswith("hierarchical"):
-        return HierarchicalForm(exchange, kernels, reduced=reduced)
-    return FlatForm(exchange, kernels, reduced=reduced)
+def sized_forms(exchange: Exchange, kernels: Kernels) -> SizedForms:
+    """The forms for batches of any size that this mesh allows."""
+    forms: dict[FormName, FlatForm | HierarchicalForm] = {
+        "flat": FlatForm(exchange, kernels, reduced=False),
+        "flat-reduced": FlatForm(exchange, kernels, reduced=True),
+    }
+    if exchange.mesh.has_rails:
+        forms["hierarchical"] = HierarchicalForm(exchange, kernels, reduced=False)
+        forms["hierarchical-reduced"] = HierarchicalForm(exchange, kernels, reduced=True)
+    return forms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -69,7 +70,9 @@ class MoELayer:
             self.load.record(self.layer, dispatched.routed_counts)
         self.timer.lap("dispatch", self.layer)
         beside = yield from shared.value()
+        start = time.monotonic_ns()
         outputs = self.experts.forward(dispatched.rows, dispatched.counts)
+        self.dispatcher.computed(dispatched, time.monotonic_ns() - start)
         self.timer.lap("experts", self.layer)
         hidden = yield from self._watch("combine", self.dispatcher.combine(outputs, dispatched, routed, beside))
         self.timer.lap("combine", self.layer)
