@@ -45,7 +45,7 @@ class Rank:
         address = StoreAddress(request["host"], request["port"])
         self.rank, self.size = request["rank"], request["size"]
         self.hidden, self.top_k, self.experts = request["hidden"], request["top_k"], request["experts"]
-        self.world = connect(address, GroupSpec(self.rank, self.size, timeout=20.0))
+        self.world = connect(address, GroupSpec(self.rank, self.size, timeout=60.0))
         self.placement = ExpertPlacement.linear(1, self.experts, self.size, request["nodes"])
         self.mesh = Mesh.of(self.world, self.placement.node_of_rank, request["racks"])
         self.kernels = NativeKernels(1)
