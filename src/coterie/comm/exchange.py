@@ -99,6 +99,9 @@ class Exchange:
         self.version, self.adaptations = -1, 0
         self.last_counts = np.zeros((placement.num_layers, placement.num_experts), np.int64)
         self.overflows = 0
+        if choose_again is not None:
+            for group in filter(None, (mesh.world, mesh.node, mesh.rail)):
+                group.stamp_ends = True  # an exchange that ran under compute is not a slow one
         self.install(placement)
 
     @classmethod

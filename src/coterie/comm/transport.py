@@ -64,11 +64,15 @@ class Handle(Protocol):
 
 
 class Transport(Protocol):
-    """One rank's view of its group. `bytes_to` [size] counts what was sent to each rank since creation."""
+    """One rank's view of its group. `bytes_to` [size] counts what was sent to each rank since creation.
+
+    `stamp_ends`: handles are to note when an exchange was complete, not when somebody had waited for it.
+    """
 
     rank: int
     size: int
     bytes_to: Int64
+    stamp_ends: bool
 
     def all_gather(self, values: Int64) -> Handle:
         """Equal vectors [n] of all ranks -> int64 [size, n]."""
