@@ -114,7 +114,7 @@ def _add_status_routes(app: FastAPI, state: ServerState) -> None:
     async def health(request: Request) -> Response:
         model = state.loaded
         if model is None:
-            return _status("loading", 503)
+            return _status(state.phase, 503)
         return _status("ok", 200) if model.engine.is_alive() else _status("the engine does not answer", 503)
 
     async def ready(request: Request) -> Response:
@@ -187,7 +187,7 @@ def _add_admin_routes(app: FastAPI, state: ServerState, reloader: Reloader) -> N
 
     async def reload(request: Request) -> Response:
         body = decoder.decode(await read_body(request, state.body_limits))
-        return _json(await reloader.reload(body.model))
+        return _json(await reloader.reload(body.model, drain=body.drain))
 
     extra = operation(Reloaded, request=ReloadRequest, errors=(403, 409))
     extra["security"] = [{"admin": []}]

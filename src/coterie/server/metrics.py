@@ -89,6 +89,10 @@ class ServerMetrics(RequestObserver):
         for reason in REASONS:
             self._ended.labels(model_name, reason)
 
+    def rest(self) -> None:
+        """No engine serves: what was counted stays, and none is kept for its Stats."""
+        self._source = _Source(self._model_name, lambda: None)
+
     def first_token(self, seconds: float) -> None:
         """The first token of a request came."""
         self._first_token.labels(self._model_name).observe(seconds)

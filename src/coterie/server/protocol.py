@@ -226,9 +226,11 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
 
 
 class ReloadRequest(Struct, frozen=True, kw_only=True):
-    """Body of POST /v1/admin/reload: a model's folder or GGUF file, within the folders that the server allows."""
+    """Body of POST /v1/admin/reload: a model's folder or GGUF file, within the folders that the server allows.
+    `drain`: give the old model up first, where memory does not hold both."""
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)]
+    drain: bool = False
 
 
 T = TypeVar("T", bound=Struct)

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from coterie.engine.tokenizer import Tokenizer
     from coterie.server.reload import Reloader
 
-Phase = Literal["loading", "ready", "draining"]
+Phase = Literal["loading", "ready", "exchanging", "no model", "draining"]
+"""exchanging: the old model ends or is gone, the new one loads. no model: that failed."""
+
 logger = logging.getLogger("coterie.server")
 
 
@@ -130,11 +132,21 @@ class ServerState:
         self._model = ServedModel(engine, name, template, formats, int(time.time()), f"fp_{mark}")
         self.metrics.serve(name, engine.stats)
         engine.observer = self.metrics
-        if self.phase == "loading":
+        if self.phase != "draining":
             self.phase = "ready"
+
+    def give_up(self, engine: AsyncEngine) -> None:
+        """Forget an engine that nobody uses any more, so that its memory can be freed."""
+        if self._model is not None and self._model.engine is engine:
+            self._model = None
+            self.metrics.rest()
 
     def model(self) -> ServedModel:
         """The model for a new request, or a 503 that says why there is none."""
+        if self.phase == "exchanging":
+            raise unavailable("the model is being exchanged for another", retry_after=5, code="exchanging")
+        if self.phase == "no model":
+            raise unavailable("no model is loaded, as the last exchange failed", retry_after=30, code="no_model")
         if self.phase == "draining":
             raise unavailable("the server is shutting down", retry_after=30, code="shutting_down")
         if self._model is None or self.phase == "loading":
@@ -150,6 +162,8 @@ class ServerState:
             yield model
         finally:
             self._preparing[model.engine] -= 1
+            if not self._preparing[model.engine]:
+                del self._preparing[model.engine]  # it would keep the engine's memory
 
     def is_used(self, engine: AsyncEngine) -> bool:
         """Whether a request is being prepared for an engine or answered by it."""
