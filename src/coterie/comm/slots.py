@@ -1,8 +1,8 @@
 """SlotTable: which slot computes each (token, expert) pair of one layer, under one placement.
 
-Where an expert has one slot this is a look-up. Where it has several, its rows are split by shares that follow from the
-gathered counts, so every rank computes the same split; which copy computes a row never changes the row. Two bases: the
-counts of this batch, if they were gathered, and else those of the layer's previous batch.
+Where an expert has one slot this is a look-up. Where it has several, its rows are divided by `spec.split` so that ranks
+come out level, by gathered counts, so every rank computes the same shares; which copy computes a row never changes the
+row. Two bases: the counts of this batch, if they were gathered, and else those of the layer's previous batch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from coterie.comm.transport import Int64
 from coterie.spec.placement import ExpertPlacement
+from coterie.spec.split import LayerSplit
 
 Integers = NDArray[np.integer[Any]]
 
@@ -27,10 +28,7 @@ class SlotTable:
         self.first = np.ascontiguousarray(self.copies[:, 0])
         self.num_copies = np.count_nonzero(self.copies >= 0, axis=1)
         self.has_copies = bool(self.copies.shape[1] > 1)
-        ranks = self.copies // placement.slots_per_rank
-        weight = (np.ones(placement.num_ranks) if speeds is None else speeds)[ranks]
-        ends = np.cumsum(np.where(self.copies >= 0, weight, 0.0), axis=1)
-        self._ends_of_one = ends / ends[:, -1:]
+        self._split = LayerSplit(placement, layer, speeds=speeds) if self.has_copies else None
         self.num_experts, self.num_ranks = placement.num_experts, placement.num_ranks
 
     def assign(self, expert_ids: Integers, rank: int, gathered: Int64 | None, before: Int64) -> NDArray[np.int32]:
@@ -51,8 +49,10 @@ class SlotTable:
         return self.copies[flat, copy].reshape(expert_ids.shape)
 
     def _ends(self, counts: Int64) -> NDArray[np.float64]:
-        """Where the rows of each copy end [E, C] when an expert's rows are numbered; shares as the ranks' speeds."""
-        return counts[:, None] * self._ends_of_one
+        """Where the rows of each copy end [E, C] when an expert's rows are numbered."""
+        assert self._split is not None
+        shares = np.append(self._split.whole(counts), 0)  # the last one is what -1 in `copies` reads
+        return np.cumsum(shares[self.copies], axis=1).astype(np.float64)
 
 
 def _occurrence(flat: Integers, counts: Int64) -> Int64:
