@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from frontends import Bench
 from tiny_tokenizers import byte_tokenizer
 
 
@@ -52,3 +54,13 @@ def tiny_folder(tmp_path: Path, tiny_config: dict[str, Any]) -> Path:
     """config.json and a byte tokenizer, no weights."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config))
     return byte_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def bench(folder: Path) -> Iterator[Bench]:
+    yield Bench(folder)

@@ -11,96 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from loading import all_keys, bank, check_every_value, load, refused
 from tiny_checkpoints import (
     EXPERTS,
-    HEADS,
     HIDDEN,
     INNER,
-    NOPE,
-    RANK,
-    VALUE,
     VOCAB,
-    FakeKernels,
     hf_tensors,
     tiny_spec,
     write_folder,
-    write_in_order,
-    write_index,
 )
 
 from coterie.model.load_report import LoadProgress
-from coterie.model.loader import LoadedWeights, LoadError, load_weights
-from coterie.model.names import weight_layout
+from coterie.model.loader import LoadError
 from coterie.model.safetensors_io import PIECE_BYTES
-from coterie.spec.model import AttentionSpec, Fp8BlockQuant, ModelSpec
-
-Tensors = dict[str, torch.Tensor]
-
-
-def load(folder: Path, spec: ModelSpec | None = None, **options: object) -> tuple[LoadedWeights, FakeKernels]:
-    kernels = FakeKernels()
-    return load_weights(folder, spec or tiny_spec(), kernels, **options), kernels  # type: ignore[arg-type]
-
-
-def refused(folder: Path, spec: ModelSpec | None = None, **options: object) -> LoadError:
-    """The error of a load that must stop before any allocation."""
-    kernels = FakeKernels()
-    with pytest.raises(LoadError) as caught:
-        load_weights(folder, spec or tiny_spec(), kernels, **options)  # type: ignore[arg-type]
-    assert kernels.allocated == 0
-    return caught.value
-
-
-def bank(loaded: LoadedWeights, kernels: FakeKernels, key: str, index: int = 0) -> torch.Tensor:
-    return torch.from_numpy(kernels.read(loaded.weights[key], index))
-
-
-def check_every_value(loaded: LoadedWeights, kernels: FakeKernels, tensors: Tensors) -> None:
-    """Every bank and vector against slices of the checkpoint written down by hand."""
-    t = {name: tensor.float() for name, tensor in tensors.items()}
-
-    def same(key: str, expected: torch.Tensor, index: int = 0) -> None:
-        assert torch.equal(bank(loaded, kernels, key, index), expected), key
-
-    same("embed", t["model.embed_tokens.weight"])
-    same("head", t["lm_head.weight"])
-    assert torch.equal(torch.from_numpy(loaded.weights["norm"]), t["model.norm.weight"])
-    for layer, key in enumerate(("layers.0", "layers.1", "mtp.0.layer")):
-        source = f"model.layers.{layer}"
-        for name, stored in {"q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "o": "o_proj"}.items():
-            same(f"{key}.attention.{name}", t[f"{source}.self_attn.{stored}.weight"])
-        kv_b = t[f"{source}.self_attn.kv_b_proj.weight"].reshape(HEADS, NOPE + VALUE, RANK)
-        for head in range(HEADS):
-            same(f"{key}.attention.w_uk", kv_b[head, :NOPE].T, head)
-            same(f"{key}.attention.w_uv", kv_b[head, NOPE:], head)
-        vectors = {
-            "attention_norm": "input_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "attention.q_norm": "self_attn.q_a_layernorm",
-            "attention.kv_norm": "self_attn.kv_a_layernorm",
-        }
-        for name, stored in vectors.items():
-            assert torch.equal(torch.from_numpy(loaded.weights[f"{key}.{name}"]), t[f"{source}.{stored}.weight"])
-        mlps = [("ffn", "mlp", 0)] if layer == 0 else [("ffn.shared", "mlp.shared_experts", 0)]
-        mlps += [("ffn", f"mlp.experts.{e}", e) for e in range(EXPERTS)] if layer else []
-        for name, stored, index in mlps:
-            gate, up = t[f"{source}.{stored}.gate_proj.weight"], t[f"{source}.{stored}.up_proj.weight"]
-            same(f"{key}.{name}.gate_up", torch.cat([gate, up]), index)
-            same(f"{key}.{name}.down", t[f"{source}.{stored}.down_proj.weight"], index)
-        if layer:
-            same(f"{key}.ffn.gate", t[f"{source}.mlp.gate.weight"])
-            bias = torch.from_numpy(loaded.weights[f"{key}.ffn.correction_bias"])
-            assert torch.equal(bias, t[f"{source}.mlp.gate.e_score_correction_bias"])
-    same("mtp.0.e_proj", t["model.layers.2.eh_proj.weight"][:, :HIDDEN])
-    same("mtp.0.h_proj", t["model.layers.2.eh_proj.weight"][:, HIDDEN:])
-    for name, stored in {"enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm"}.items():
-        assert torch.equal(torch.from_numpy(loaded.weights[f"mtp.0.{name}"]), t[f"model.layers.2.{stored}.weight"])
-
-
-def all_keys(*, mtp: bool = True) -> set[str]:
-    layout = weight_layout(tiny_spec(), mtp=mtp)
-    return layout.banks.keys() | layout.vectors.keys()
+from coterie.spec.model import AttentionSpec
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -230,133 +155,6 @@ def test_transposed_stacked_experts_are_refused_by_shape(tmp_path: Path) -> None
     assert f"implies {[EXPERTS, 2 * INNER, HIDDEN]}" in str(refused(tmp_path))
 
 
-# ---- FP8 -------------------------------------------------------------------------------------------------------------
-def fp8_checkpoint(tensors: Tensors, block: tuple[int, int], scale_dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    """(stored, dequantised in float32): every matrix but embedding, head and router becomes e4m3 with block scales."""
-    generator = torch.Generator().manual_seed(3)
-    stored, plain = {}, {}
-    for name, value in tensors.items():
-        if value.ndim != 2 or name.startswith(("model.embed", "lm_head")) or name.endswith("mlp.gate.weight"):
-            stored[name], plain[name] = value, value.float()
-            continue
-        codes = value.float().to(torch.float8_e4m3fn)
-        table = [-(-size // step) for size, step in zip(value.shape, block, strict=True)]
-        scale = torch.rand(table, generator=generator) + 0.5
-        if scale_dtype == torch.float8_e8m0fnu:
-            scale = torch.exp2(torch.randint(-4, 4, table, generator=generator).float())
-        stored[name], stored[f"{name}_scale_inv"] = codes, scale.to(scale_dtype)
-        wide = scale.to(scale_dtype).float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        plain[name] = codes.float() * wide[: value.shape[0], : value.shape[1]]
-    return stored, plain
-
-
-@pytest.mark.parametrize("dtype", ["float32", "auto"])
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
-@pytest.mark.parametrize("block", [(128, 128), (5, 8), (4, 3)])
-def test_fp8_blocks(tmp_path: Path, block: tuple[int, int], scale_dtype: torch.dtype, dtype: str) -> None:
-    stored, plain = fp8_checkpoint(hf_tensors(torch.bfloat16), block, scale_dtype)
-    write_folder(tmp_path, stored)
-    loaded, kernels = load(tmp_path, tiny_spec(quantization=Fp8BlockQuant(*block)), dtype=dtype)
-    if dtype == "auto":
-        assert loaded.kind == "bf16"
-        plain = {k: v if v.ndim == 1 or k.endswith("gate.weight") else v.bfloat16().float() for k, v in plain.items()}
-    check_every_value(loaded, kernels, plain)
-    fp8 = [item for item in loaded.report.conversions if item.stored.startswith("F8_E4M3")]
-    assert sum(item.tensors for item in fp8) == sum(name.endswith("_scale_inv") for name in stored)
-    assert {item.exact for item in fp8} == {scale_dtype == torch.float8_e8m0fnu}
-
-
-def test_fp8_with_dot_scale_names(tmp_path: Path) -> None:
-    stored, plain = fp8_checkpoint(hf_tensors(torch.bfloat16), (5, 8), torch.float32)
-    write_folder(tmp_path, {name.replace(".weight_scale_inv", ".scale"): value for name, value in stored.items()})
-    loaded, kernels = load(tmp_path, tiny_spec(quantization=Fp8BlockQuant(5, 8)), dtype="float32")
-    check_every_value(loaded, kernels, plain)
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_fp8_scales_behind_their_weights(tmp_path: Path, shards: int) -> None:
-    stored, plain = fp8_checkpoint(hf_tensors(torch.bfloat16), (5, 8), torch.float32)
-    code = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
-    scales = {name: (code[value.dtype], value) for name, value in stored.items() if name.endswith("_scale_inv")}
-    weights = {name: (code[value.dtype], value) for name, value in stored.items() if name not in scales}
-    if shards == 1:
-        write_in_order(tmp_path / "model.safetensors", {**weights, **scales})
-    else:
-        write_in_order(tmp_path / "a.safetensors", weights)
-        write_in_order(tmp_path / "b.safetensors", scales)
-    loaded, kernels = load(tmp_path, tiny_spec(quantization=Fp8BlockQuant(5, 8)), dtype="float32")
-    check_every_value(loaded, kernels, plain)
-    assert any(note.startswith(f"{len(scales)} scale tables lie behind") for note in loaded.report.notes)
-
-
-@pytest.mark.parametrize("shape", [(576, 256), (129, 130), (1, 128), (200, 130), (128, 128)])
-@pytest.mark.parametrize("chunk", [1, 7, 128, 1000])
-def test_dequantisation_of_odd_shapes(shape: tuple[int, int], chunk: int) -> None:
-    from coterie.model.dequant import BlockScale, dequantize_rows, scale_shape
-
-    block = Fp8BlockQuant()
-    codes = torch.randn(shape).to(torch.float8_e4m3fn)
-    table = scale_shape(shape, block)
-    assert table == (-(-shape[0] // 128), -(-shape[1] // 128))
-    scale = torch.rand(table) + 0.5
-    raw = codes.view(torch.uint8).numpy()
-    parts = [
-        dequantize_rows(raw[row : row + chunk], row, BlockScale(scale.numpy(), block))
-        for row in range(0, shape[0], chunk)
-    ]
-    expected = codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-    assert np.concatenate(parts).tobytes() == expected.numpy().tobytes()
-
-
-def test_every_stored_value_of_every_dtype() -> None:
-    from coterie.kernels.quantize import E4M3_VALUES
-    from coterie.model.dequant import fits_bfloat16, to_bfloat16, to_float32
-
-    codes = torch.arange(256, dtype=torch.uint8)
-    np.testing.assert_array_equal(E4M3_VALUES, codes.view(torch.float8_e4m3fn).float().numpy())
-    np.testing.assert_array_equal(
-        to_float32(codes.numpy(), "F8_E8M0"), codes.view(torch.float8_e8m0fnu).float().numpy()
-    )
-    words = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-    for name, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
-        np.testing.assert_array_equal(
-            to_float32(words.view(torch.uint8).numpy(), name), words.view(dtype).float().numpy()
-        )
-    wide = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64).to(torch.int32).view(torch.float32)
-    ours = torch.from_numpy(to_bfloat16(wide.numpy())).view(torch.bfloat16).float()
-    np.testing.assert_array_equal(ours.numpy(), wide.bfloat16().float().numpy())
-    assert fits_bfloat16(ours.numpy()) and not fits_bfloat16(wide.numpy())
-
-
-def test_fp8_problems_are_named(tmp_path: Path) -> None:
-    block = (5, 8)
-    stored, _ = fp8_checkpoint(hf_tensors(torch.bfloat16), block, torch.float32)
-    spec = tiny_spec(quantization=Fp8BlockQuant(*block))
-    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
-    cases = {
-        "wrong table": ({**stored, name: stored[name][:-1].clone()}, spec, "in blocks of 5x8 needs [5, 2]"),
-        "no table": ({k: v for k, v in stored.items() if k != name}, spec, "has no scale table"),
-        "odd table": ({**stored, name: stored[name].to(torch.int32)}, spec, "scales can be"),
-        "no config": (stored, tiny_spec(), "weight_block_size"),
-        "two tables": (
-            {**stored, name.replace("weight_scale_inv", "scale"): stored[name].clone()},
-            spec,
-            "two scale tables",
-        ),
-    }
-    for case, (tensors, wanted, says) in cases.items():
-        write_folder(tmp_path / case, tensors)
-        assert says in str(refused(tmp_path / case, wanted)), case
-
-
-def test_a_nan_scale_is_a_named_error(tmp_path: Path) -> None:
-    stored, _ = fp8_checkpoint(hf_tensors(torch.bfloat16), (5, 8), torch.float32)
-    stored["model.layers.0.self_attn.o_proj.weight_scale_inv"][0, 0] = float("nan")
-    write_folder(tmp_path, stored)
-    with pytest.raises(LoadError, match=r"o_proj\.weight_scale_inv' holds NaN"):
-        load(tmp_path, tiny_spec(quantization=Fp8BlockQuant(5, 8)))
-
-
 # ---- MTP -------------------------------------------------------------------------------------------------------------
 def test_mtp_off_skips_and_counts_the_block(tmp_path: Path) -> None:
     tensors = hf_tensors()
@@ -467,123 +265,6 @@ def test_strict_refuses_a_tied_head_that_differs(tmp_path: Path) -> None:
     tie_case(tmp_path, "different")
     with pytest.raises(LoadError, match=r"strict loading refuses:\n  - lm_head.weight differs"):
         load(tmp_path, tiny_spec(tie_embeddings=True), strict=True)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def sharded(tmp_path: Path) -> tuple[Path, Tensors, dict[str, str]]:
-    tensors = hf_tensors()
-    return tmp_path, tensors, write_folder(tmp_path, tensors, 3)
-
-
-Sharded = tuple[Path, Tensors, dict[str, str]]
-SECOND = "model-00002-of-00003.safetensors"
-
-
-def test_a_missing_shard(sharded: Sharded) -> None:
-    folder, _, _ = sharded
-    (folder / SECOND).unlink()
-    error = refused(folder)
-    assert len(error.problems) == 1 and f"{SECOND} is missing" in str(error) and "2 of 3 shards" in str(error)
-    assert "interrupted download" in str(error)
-
-
-def test_a_missing_shard_without_an_index(sharded: Sharded) -> None:
-    folder, _, _ = sharded
-    (folder / SECOND).unlink()
-    (folder / "model.safetensors.index.json").unlink()
-    error = refused(folder)
-    assert len(error.problems) == 1 and f"{SECOND} is missing" in str(error) and "interrupted download" in str(error)
-
-
-@pytest.mark.parametrize("index", [True, False])
-@pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_a_truncated_shard(sharded: Sharded, keep: int, index: bool) -> None:
-    folder, _, _ = sharded
-    content = (folder / SECOND).read_bytes()
-    (folder / SECOND).write_bytes(content[:keep])
-    if not index:
-        (folder / "model.safetensors.index.json").unlink()
-    error = refused(folder)
-    assert len(error.problems) == 1 and SECOND in str(error) and "interrupted download" in str(error)
-
-
-def test_a_stray_file_beside_an_index_is_ignored(sharded: Sharded) -> None:
-    folder, tensors, _ = sharded
-    save_file({name: value + 1 for name, value in tensors.items()}, folder / "model.safetensors")
-    loaded, kernels = load(folder)
-    check_every_value(loaded, kernels, tensors)
-    assert any("model.safetensors" in note and "ignored" in note for note in loaded.report.notes)
-    assert "model.safetensors" not in loaded.report.files
-    assert "ignored 1 other" in str(refused(folder, strict=True))
-
-
-def test_the_index_names_a_file_that_lacks_the_tensor(sharded: Sharded) -> None:
-    folder, _, weight_map = sharded
-    write_index(folder, {**weight_map, "lm_head.weight": SECOND})
-    error = refused(folder)
-    (problem,) = error.problems
-    assert problem.startswith(f"{SECOND} lacks 'lm_head.weight'") and "stale index" in problem
-
-
-def test_the_index_decides_between_two_files(sharded: Sharded) -> None:
-    folder, tensors, weight_map = sharded
-    newer = tensors["model.norm.weight"] + 1
-    save_file({"model.norm.weight": newer}, folder / "overlay.safetensors")
-    write_index(folder, {**weight_map, "model.norm.weight": "overlay.safetensors"})
-    loaded, _ = load(folder)
-    np.testing.assert_array_equal(loaded.weights["norm"], newer.numpy())
-    assert any("1 tensor(s) are in two files" in note for note in loaded.report.notes)
-
-
-def test_a_duplicate_without_an_index_is_an_error(sharded: Sharded) -> None:
-    folder, tensors, _ = sharded
-    (folder / "model.safetensors.index.json").unlink()
-    loaded, kernels = load(folder)
-    check_every_value(loaded, kernels, tensors)
-    save_file({"model.norm.weight": tensors["model.norm.weight"]}, folder / "extra.safetensors")
-    assert "'model.norm.weight' is in extra.safetensors and model-0000" in str(refused(folder))
-
-
-def test_a_tensor_that_the_index_does_not_list(sharded: Sharded) -> None:
-    folder, _, weight_map = sharded
-    del weight_map["model.norm.weight"]
-    write_index(folder, weight_map)
-    (problem,) = refused(folder).problems
-    assert "'model.norm.weight' is missing from the index, though model-0000" in problem
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("{", "not valid JSON"),
-        ("[]", "no weight_map"),
-        ('{"weight_map": {}}', "no weight_map"),
-        ('{"weight_map": {"a": "../x.safetensors"}}', "only plain file names"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "only plain file names"),
-        ('{"weight_map": {"a": 3}}', "only plain file names"),
-    ],
-)
-def test_a_bad_index(sharded: Sharded, content: str, says: str) -> None:
-    folder, _, _ = sharded
-    (folder / "model.safetensors.index.json").write_text(content)
-    assert says in str(refused(folder))
-
-
-def test_nothing_to_load(tmp_path: Path) -> None:
-    assert "does not exist" in str(refused(tmp_path / "nowhere"))
-    assert "no .safetensors files: give the folder" in str(refused(tmp_path))
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    assert "pytorch_model.bin is not read" in str(refused(tmp_path))
-    with pytest.raises(LoadError, match="no weights were given"):
-        load_weights(None, tiny_spec(), FakeKernels())  # type: ignore[arg-type]
-
-
-def test_a_single_file_can_be_given(tmp_path: Path) -> None:
-    tensors = hf_tensors()
-    (tmp_path / "weights.safetensors").write_bytes(save(tensors))
-    loaded, kernels = load(tmp_path / "weights.safetensors")
-    check_every_value(loaded, kernels, tensors)
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------

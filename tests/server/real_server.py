@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import openai
 from server_fakes import TINY, Live, eventually, tiny_folder
 
 from coterie.cache.block_pool import BlockPool
@@ -194,3 +195,23 @@ def open_request(url: str, body: dict[str, Any], path: str = TEXT) -> socket.soc
 def wait(condition: Callable[[], bool]) -> None:
     """Wait for something another thread does."""
     assert eventually(condition, 30)
+
+
+@contextlib.contextmanager
+def shipped_server(**engine: Any) -> Iterator[Live]:
+    """The shipped model, by the name of shipped, behind the server."""
+    config = EngineConfig(**{"max_running_requests": 8, "threads": 1} | engine)
+    running = Live(lambda observer: AsyncEngine.launch(None, config, "shipped"))
+    running.start()
+    try:
+        assert running.ready.wait(60), running.error
+        yield running
+    finally:
+        running.stop()
+        running.join()
+    assert running.error is None
+
+
+def client_of(server: Live) -> openai.OpenAI:
+    """The official client, without second tries."""
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)

@@ -9,12 +9,10 @@ from typing import Any
 
 import openai
 import pytest
-from server_fakes import ByteTokenizer, Live, MockEngine, post
+from real_server import client_of, shipped_server
+from server_fakes import ByteTokenizer, MockEngine, post
 from test_bug_reports_tools import HERMES, script_of
 from test_http_responses import URL, named_events
-
-from coterie.engine.config import EngineConfig
-from coterie.engine.frontend import AsyncEngine
 
 THINKING = {"chat_template_kwargs": {"thinking": True}}
 TOOL: Any = {
@@ -105,13 +103,8 @@ def test_refusals_name_the_fields_of_this_api(body, param):
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    config = EngineConfig(max_model_len=1024, threads=1)
-    server = Live(lambda observer: AsyncEngine.launch(None, config, "shipped"))
-    server.start()
-    assert server.ready.wait(60), server.error
-    yield openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-    server.stop()
-    server.join()
+    with shipped_server(max_model_len=1024) as server:
+        yield client_of(server)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])

@@ -15,14 +15,11 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
+from real_server import client_of, shipped_server
 from server_fakes import Live, MockEngine, events, post
-
-from coterie.engine.config import EngineConfig
-from coterie.engine.frontend import AsyncEngine
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES: Any = [{"role": "user", "content": "Who goes there?"}]
-CONFIG = EngineConfig(max_model_len=512, max_running_requests=8, threads=1)
 
 
 class Mood(StrEnum):
@@ -45,18 +42,13 @@ SCHEMA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    running = Live(lambda observer: AsyncEngine.launch(None, CONFIG, "shipped"))
-    running.start()
-    assert running.ready.wait(60), running.error
-    yield running
-    running.stop()
-    running.join()
-    assert running.error is None
+    with shipped_server(max_model_len=512) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def client(server: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    return client_of(server)
 
 
 def ask(server: Live, path: str, body: dict[str, Any]) -> dict[str, Any]:

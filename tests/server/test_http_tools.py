@@ -10,14 +10,11 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
+from real_server import client_of, shipped_server
 from server_fakes import Live
-
-from coterie.engine.config import EngineConfig
-from coterie.engine.frontend import AsyncEngine
 
 CHAT = "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "What is the weather in Prague?"}]
-CONFIG = EngineConfig(max_model_len=2048, max_running_requests=8, threads=1)
 
 
 class Weather(BaseModel):
@@ -40,22 +37,13 @@ KINDS: dict[str, type[BaseModel]] = {"Weather": Weather, "Move": Move}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    yield from running()
-
-
-def running(**config: Any) -> Iterator[Live]:
-    live = Live(lambda observer: AsyncEngine.launch(None, CONFIG, "shipped"), **config)
-    live.start()
-    assert live.ready.wait(60), live.error
-    yield live
-    live.stop()
-    live.join()
-    assert live.error is None
+    with shipped_server(max_model_len=2048) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def client(server: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    return client_of(server)
 
 
 def ask(server: Live, **body: Any) -> dict[str, Any]:
