@@ -116,9 +116,15 @@ def test_the_runner_gives_the_same_logits_in_one_and_in_two(shipped, wanted: lis
 
 
 def exchange_twice(transport: LocalTransport, name: str, log: list[str]) -> Generator:
+    """Words, then rows, twice."""
     for step in range(2):
-        log.append(f"{name}{step}")
+        log.append(f"{name}{step} words")
         handle = transport.all_gather(np.array([step]))
+        yield handle
+        assert handle.result()[:, 0].tolist() == [step] * transport.size
+        log.append(f"{name}{step} rows")
+        each = [1] * transport.size
+        handle = transport.all_to_all_v(np.full((transport.size, 1), step), each, each)
         yield handle
         assert handle.result()[:, 0].tolist() == [step] * transport.size
     return name
@@ -132,7 +138,8 @@ def test_micro_batches_take_strict_turns_on_every_local_rank() -> None:
         for transport, log, turns in zip(LocalTransport.group(2), logs, entered, strict=True)
     ]
     assert drive_all(ranks) == [["A", "B"], ["A", "B"]]
-    assert logs == [["A0", "B0", "A1", "B1"]] * 2
+    turns = [f"{name}{step} {what}" for step in (0, 1) for name in "AB" for what in ("words", "rows")]
+    assert logs == [turns] * 2, "a turn ends when rows travel, not for words"
     assert entered == [[0, 1, 0, 1, 0, 1]] * 2
 
 

@@ -2,7 +2,8 @@
 
 Nodes hold consecutive ranks. `node` is the group of this rank's node, `rail` the ranks of all nodes with the same place
 in their node: traffic between nodes goes along rails, so each rank forwards its share. Both exist only where nodes are
-of equal size and there is more than one. Hop classes: 0 inside a node, 1 between nodes, 2 between racks.
+of equal size and there is more than one. `words` is all ranks once more, with connections of their own: counts do not
+stand in line behind another micro-batch's rows. Hop classes: 0 inside a node, 1 between nodes, 2 between racks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Mesh:
     """`node_of` and `rack_of` [R]: where each rank is."""
 
     world: Transport
+    words: Transport
     node_of: Int64
     rack_of: Int64
     node: Transport | None = None
@@ -35,14 +37,15 @@ class Mesh:
         Every rank calls it at the same time: the groups of nodes and rails are made here.
         """
         nodes = np.asarray(node_of, np.int64)
+        words = world.subgroup("words", range(world.size))
         racks_of = np.asarray(racks, np.int64)[nodes] if len(racks) else np.zeros_like(nodes)
         sizes = np.bincount(nodes)
         if len(sizes) < 2 or (sizes != sizes[0]).any():
-            return cls(world, nodes, racks_of)
+            return cls(world, words, nodes, racks_of)
         own, local = int(nodes[world.rank]), world.rank % int(sizes[0])
         node = world.subgroup(f"node-{own}", [int(rank) for rank in np.flatnonzero(nodes == own)])
         rail = world.subgroup(f"rail-{local}", list(range(local, world.size, int(sizes[0]))))
-        return cls(world, nodes, racks_of, node, rail)
+        return cls(world, words, nodes, racks_of, node, rail)
 
     @property
     def num_nodes(self) -> int:
@@ -76,7 +79,7 @@ class Mesh:
 
     def bytes_by_hop(self) -> list[int]:
         """Bytes that this rank has sent to others, by hop class, through all groups of the mesh."""
-        total = self.world.bytes_to.copy()
+        total = self.world.bytes_to + self.words.bytes_to
         own = self.world.rank
         if self.node is not None and self.rail is not None:
             total[self.node_of == self.node_of[own]] += self.node.bytes_to

@@ -42,28 +42,32 @@ def drive_all(ranks: Sequence[Stages]) -> list[Any]:
 def interleave(micro_batches: Sequence[Stages], entering: Callable[[int], None]) -> Stages:
     """Several micro-batches of one rank as one generator, in strict turns; its value is the list of theirs.
 
-    Before micro-batch i goes on, `entering(i)` is called. Each is resumed in order even if another is ready first:
+    A turn ends where rows travel. Before micro-batch i goes on, `entering(i)` is called. Each is resumed in order even if another is ready first:
     all ranks then enter their exchanges in the same order, and a layer's cache rows of the first half are written
     before the second half attends to them. If one raises, the others are closed.
     """
     results: list[Any] = [None] * len(micro_batches)
     pending: dict[int, Handle] = {}
 
-    def advance(index: int) -> None:
+    def advance(index: int) -> Stages:
+        """To its next payload, or its end. Words between the ranks are waited for at once: while they are under way,
+        the other half could only delay the rows that they announce."""
         entering(index)
+        pending.pop(index, None)
         try:
-            pending[index] = next(micro_batches[index])
+            while not (handle := next(micro_batches[index])).carries_rows:
+                yield handle
+            pending[index] = handle
         except StopIteration as end:
             results[index] = end.value
-            pending.pop(index, None)
 
     try:
         for index in range(len(micro_batches)):
-            advance(index)
+            yield from advance(index)
         while pending:
             for index in list(pending):
                 yield pending[index]
-                advance(index)
+                yield from advance(index)
     finally:
         for stages in micro_batches:
             stages.close()

@@ -67,7 +67,7 @@ class Dispatcher:
     def _gather(self, exchange: Exchange, counts: Int64) -> Generator[Handle, None, Int64]:
         """Rows per expert of all ranks [R, E]."""
         header = exchange.header(COUNTED, self.layer, 0)
-        handle = exchange.mesh.world.all_gather(exchange.message(header, counts))
+        handle = exchange.mesh.words.all_gather(exchange.message(header, counts))
         yield handle
         return exchange.read_experts(handle.result(), header, self.layer)
 

@@ -140,7 +140,7 @@ class Form:
         between = rows[: self.mesh.num_nodes] * 0 if nodes is None else nodes
         back = WayBack.of(call.slots, exchange.placement.slots_per_rank, world.size)
         header = exchange.header(kind, call.layer, width)
-        handle = world.all_gather(exchange.message(header, rows, back.counts, between, call.experts))
+        handle = self.mesh.words.all_gather(exchange.message(header, rows, back.counts, between, call.experts))
         yield handle
         return exchange.read_counts(handle.result(), header, call.layer), back
 
