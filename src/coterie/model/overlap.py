@@ -42,9 +42,9 @@ def drive_all(ranks: Sequence[Stages]) -> list[Any]:
 def interleave(micro_batches: Sequence[Stages], entering: Callable[[int], None]) -> Stages:
     """Several micro-batches of one rank as one generator, in strict turns; its value is the list of theirs.
 
-    A turn ends where rows travel. Before micro-batch i goes on, `entering(i)` is called. Each is resumed in order even if another is ready first:
-    all ranks then enter their exchanges in the same order, and a layer's cache rows of the first half are written
-    before the second half attends to them. If one raises, the others are closed.
+    A turn ends where rows travel. Before micro-batch i goes on, `entering(i)` is called. Each is resumed in order even
+    if another is ready first: all ranks then enter their exchanges in the same order, and a layer's cache rows of the
+    first half are written before the second half attends to them. If one raises, the others are closed.
     """
     results: list[Any] = [None] * len(micro_batches)
     pending: dict[int, Handle] = {}
