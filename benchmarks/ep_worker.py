@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import numpy as np
+from ep_stack import Stack
 from worker_loop import answer_requests
 
 from coterie.comm.exchange import Exchange, FormPolicy
@@ -82,6 +83,10 @@ class Rank:
             raise AssertionError(f"{policy}: the result is off by {error:g}")
         rounds = max(request["rounds"], 1)
         return {"seconds": seconds, "hops": [(b - a) / rounds for a, b in zip(before, after, strict=True)]}
+
+    def overlap(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Steps of a stack of layers, overlapped and not (ep_overlap.py)."""
+        return Stack(self.mesh, self.placement, FormPolicy(request["form"], 0), request).measure(request)
 
     def _round(self, dispatcher: Dispatcher, x: np.ndarray, routed: Routed) -> tuple[tuple[float, float], np.ndarray]:
         self.world.all_gather(np.zeros(1, np.int64)).result()
