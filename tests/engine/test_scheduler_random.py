@@ -171,7 +171,7 @@ def test_long_runs_of_three_classes_under_pressure(seed: int) -> None:
     table = ClassTable.of(ServiceConfig(enabled=True, slo_seconds=(2.0, 10.0, 60.0)))
     engine = MockEngine(limits, 26, table, cost=lambda schedule: 0.2)
     traffic = Traffic(engine, random.Random(seed), class_names=CLASS_NAMES)
-    for _ in range(600):
+    for _ in range(1200):
         traffic.step(arrival_rate=0.6, disturb_rate=0.03)
     traffic.finish()
     evictions = [counters.evictions for counters in engine.scheduler.shares.counters]

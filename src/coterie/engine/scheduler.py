@@ -462,14 +462,14 @@ class Scheduler:
     # After the step
 
     def _record_computed(self, request: Request, entry: ScheduledRequest) -> None:
-        request.num_computed_tokens, request.num_scheduled_tokens = entry.end, 0
-        length = request.num_prompt_tokens
-        if request.num_prompt_rows < length <= entry.end:
-            self.counters.prompt_tokens += length
-        request.num_prompt_rows = max(request.num_prompt_rows, min(entry.end, length))
-        if not self.limits.enable_prefix_caching:
+        end, length = entry.end, request.num_prompt_tokens
+        request.num_computed_tokens, request.num_scheduled_tokens = end, 0
+        if request.num_prompt_rows < length:
+            self.counters.prompt_tokens += length if length <= end else 0
+            request.num_prompt_rows = max(request.num_prompt_rows, min(end, length))
+        first, last = entry.start // self.limits.page_size, end // self.limits.page_size
+        if first == last or not self.limits.enable_prefix_caching:
             return
-        first, last = entry.start // self.limits.page_size, entry.end // self.limits.page_size
         self._cache.extend_keys(request.page_keys, request.token_ids, last)
         self._cache.insert(request.page_keys[first:last], request.block_ids[first:last])
         for key in request.page_keys[first:last]:
@@ -491,10 +491,10 @@ class Scheduler:
         return Progress(request, tuple(accepted))
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        params = request.params
-        if request.num_output_tokens >= params.min_tokens and (
+        params, count = request.params, request.num_output_tokens
+        if count >= params.min_tokens and (
             (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
         ):
             return "stop"
-        at_limit = params.max_tokens is not None and request.num_output_tokens >= params.max_tokens
+        at_limit = params.max_tokens is not None and count >= params.max_tokens
         return "length" if at_limit or request.num_tokens >= request.max_total_tokens else None
