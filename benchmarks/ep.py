@@ -1,6 +1,6 @@
 """Expert parallelism between "hosts" on slow links: dispatch and combine in every form, bytes over the network.
 
-    python benchmarks/ep.py [--shape 2x2] [--shape 2x4] [--mbit 0] [--mbit 1000] [--mbit 200] [--tokens 512]
+    python benchmarks/ep.py [--shape 2x2] [--shape 2x4] [--mbit 0] [--mbit 1000] [--mbit 200] [--tokens 512] [--follow]
 
 Hosts are network namespaces of this machine (ep_net.py; root, or `unshare -Urnm`), ranks are processes in them. A shape
 is hosts x ranks a host; 2x2x2 is racks x hosts x ranks. `--mbit 0` is an unlimited link. Times are medians over rounds
@@ -26,6 +26,8 @@ from rich.table import Table
 WORKER = Path(__file__).with_name("ep_worker.py")
 FORMS = ("flat", "hierarchical", "flat-reduced", "hierarchical-reduced")
 SMALL_TOKENS = 8
+FOLLOW_ROUNDS = 140
+"""Two windows of the measured speeds and a little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,26 @@ def report(console: Console, title: str, rows: list[Row], chosen: str) -> None:
     console.print(chosen)
 
 
+def follow_a_link(console: Console, network: Network, ranks: Ranks) -> None:
+    """Serve while the links become slow and fast again: when the form follows, in rounds of one layer."""
+    request = {"op": "serve", "traffic": 512, "tokens": 32, "rounds": FOLLOW_ROUNDS, "seed": 2}
+    network.limit(None)
+    network.limit_racks(None)
+    said = []
+    for mbit in (None, 100, None):
+        network.limit(mbit)
+        answers = ranks.all(request)
+        if any(answer != answers[0] for answer in answers):
+            raise NetError("ranks did not change their form in the same round")
+        forms = answers[0]["forms"]
+        changes = [number for number in range(1, len(forms)) if forms[number] != forms[number - 1]]
+        speed = "unlimited" if mbit is None else f"{mbit} Mbit/s"
+        said.append(f"{speed}: {forms[0]}" + "".join(f", {forms[number]} from round {number} on" for number in changes))
+    console.print(
+        f"{FOLLOW_ROUNDS} rounds each, the result of every round equal to one rank's. " + "; ".join(said) + "\n"
+    )
+
+
 def bench(console: Console, shape: Shape, args: argparse.Namespace) -> None:
     """All speeds of one shape."""
     layer = {"hidden": args.hidden, "top_k": args.top_k, "experts": args.experts}
@@ -187,6 +209,8 @@ def bench(console: Console, shape: Shape, args: argparse.Namespace) -> None:
                 small.insert(1, measure(ranks, "flat", SMALL_TOKENS, SMALL_TOKENS, 5))
                 short = f"capacity chosen for short steps: {found['capacity'] or 'none'}\n"
                 report(console, f"{shape}, {speed}, {SMALL_TOKENS} tokens a rank", small, short)
+            if args.follow:
+                follow_a_link(console, network, ranks)
         finally:
             ranks.end()
 
@@ -200,8 +224,11 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--follow", action="store_true", help="also serve while links change, and say when the form does"
+    )
     args = parser.parse_args()
-    args.mbit = args.mbit or [0, 1000, 200]
+    args.mbit = ([] if args.follow else [0, 1000, 200]) if args.mbit is None else args.mbit
     console = Console(width=130)
     for shape in args.shape or [Shape(1, 2, 2), Shape(1, 2, 4)]:
         try:

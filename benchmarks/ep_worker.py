@@ -19,7 +19,7 @@ from worker_loop import answer_requests
 
 from coterie.comm.exchange import Exchange, FormPolicy
 from coterie.comm.mesh import Mesh
-from coterie.comm.probe import Traffic, choose, probe_links
+from coterie.comm.probe import Traffic, choose, open_exchange, probe_links
 from coterie.comm.torch_dist import GroupSpec, StoreAddress, StoreHost, connect
 from coterie.kernels.api import Routed
 from coterie.kernels.native import NativeKernels
@@ -50,6 +50,7 @@ class Rank:
         self.placement = ExpertPlacement.linear(1, self.experts, self.size, request["nodes"])
         self.mesh = Mesh.of(self.world, self.placement.node_of_rank, request["racks"])
         self.kernels = NativeKernels(1)
+        self.serving: Dispatcher | None = None
         return {"rank": self.rank}
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -61,23 +62,46 @@ class Rank:
         return {"links": str(links), "exact": policy.sized, "capacity": policy.capacity, "any": any_form.sized,
                 "reason": chosen[0].reason}  # fmt: skip
 
+    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Rounds through an exchange that chooses its form itself, by a probe and then by what it sees; the form after
+        each. The exchange is kept for later requests."""
+        if self.serving is None:
+            traffic = Traffic(self.hidden, self.top_k, request["traffic"])
+            exchange, _ = drive(open_exchange(self.world, self.placement, traffic))
+            self.serving = Dispatcher(self.experts, self.kernels, exchange)
+        exchange = self.serving.exchange
+        assert exchange is not None
+        x, routed, want = self._batch(request["tokens"], request["seed"])
+        forms = []
+        for _ in range(request["rounds"]):
+            out = self._round(self.serving, x, routed)[1]
+            if not np.array_equal(out, want):
+                raise AssertionError(f"the {exchange.policy.sized} form changed the result")
+            forms.append(exchange.policy.sized)
+        return {"forms": forms}
+
+    def _batch(self, tokens: int, seed: int) -> tuple[np.ndarray, Routed, np.ndarray]:
+        """Rows, their routing, and what dispatch and combine must give."""
+        rng = np.random.default_rng([seed, self.rank])
+        x = rng.normal(size=(tokens, self.hidden)).astype(np.float32)
+        ids = np.argsort(rng.random((tokens, self.experts)), axis=1)[:, : self.top_k].astype(np.int32)
+        routed = Routed(ids, rng.random((tokens, self.top_k)).astype(np.float32))
+        order = self.kernels.sort_by_expert(ids, self.experts)
+        rows = self.kernels.gather(x, order)
+        return x, routed, self.kernels.combine(rows, order.position, routed.expert_weights, None)
+
     def measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """Seconds of dispatch and of combine of each round, and bytes by hop class per round."""
         policy = FormPolicy(request["form"], request["capacity"])
         exchange = Exchange(self.mesh, self.placement, policy)
         dispatcher = Dispatcher(self.experts, self.kernels, exchange)
-        rng = np.random.default_rng([request["seed"], self.rank])
-        x = rng.normal(size=(request["tokens"], self.hidden)).astype(np.float32)
-        ids = np.argsort(rng.random((len(x), self.experts)), axis=1)[:, : self.top_k].astype(np.int32)
-        routed = Routed(ids, rng.random((len(x), self.top_k)).astype(np.float32))
+        x, routed, want = self._batch(request["tokens"], request["seed"])
         self._round(dispatcher, x, routed)
         before, seconds = self.mesh.bytes_by_hop(), []
         for _ in range(request["rounds"]):
             seconds.append(self._round(dispatcher, x, routed)[0])
         after = self.mesh.bytes_by_hop()
         out = self._round(dispatcher, x, routed)[1]
-        order = self.kernels.sort_by_expert(routed.expert_ids, self.experts)
-        want = self.kernels.combine(self.kernels.gather(x, order), order.position, routed.expert_weights, None)
         error = float(np.abs(out - want).max())
         if error > (0 if policy.exact else 1e-4):
             raise AssertionError(f"{policy}: the result is off by {error:g}")

@@ -80,9 +80,10 @@ def test_counters_and_shapes_are_read() -> None:
 def test_a_run_measures_every_form_and_leaves_nothing() -> None:
     pytest.importorskip("torch")
     before = namespaces()
-    options = ["--shape", "2x1", "--mbit", "500", "--tokens", "16", "--hidden", "64", "--rounds", "1"]
+    options = ["--shape", "2x1", "--mbit", "500", "--tokens", "16", "--hidden", "64", "--rounds", "1", "--follow"]
     done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for form in ("flat", "hierarchical", "flat-reduced", "hierarchical-reduced", "fixed capacity 8"):
         assert f" {form} " in done.stdout
+    assert "equal to one rank's." in done.stdout
     assert namespaces() == before
