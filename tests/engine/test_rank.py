@@ -17,6 +17,7 @@ from coterie.engine.errors import Desynchronised
 from coterie.engine.group import Group
 from coterie.engine.messages import Add, Drain, Regroup, SamplingParams, Wake
 from coterie.engine.rank import Purpose, Rank, Seat
+from coterie.engine.rebalance import RebalancePolicy
 from coterie.kernels.api import Prepared
 from coterie.kernels.batch import ForwardBatch
 from coterie.model.shard import ExpertShard
@@ -50,7 +51,9 @@ def alone() -> list[list[int]]:
 class Ranks:
     """Loaded ranks in threads, formed into generations."""
 
-    def __init__(self, size: int, redundant: int | None = None) -> None:
+    def __init__(
+        self, size: int, redundant: int | None = None, rebalance: RebalancePolicy = RebalancePolicy()  # noqa: B008
+    ) -> None:
         self.layout = ParallelConfig(ep=size, redundant_experts=redundant)
         self.placement = self.layout.placement(SPEC)
         self.table: Table = self.placement.slot_to_expert
@@ -62,7 +65,7 @@ class Ranks:
         for number in range(size):
             shard = ExpertShard.of(self.placement, SPEC, number)
             core, info = load(shard)
-            seat = Seat(number, "", 0, dict(shard.experts), 1 << 40)
+            seat = Seat(number, "", 0, dict(shard.experts), 1 << 40, rebalance=rebalance)
             self.ranks.append(Rank(core, info, seat, self.meeter(number)))
             self.threads.append(ThreadRank(core, self.ranks[-1].leave))
 
@@ -92,6 +95,7 @@ class Ranks:
         for thread in threads:
             thread.join(30)
         for member in members:
+            self.threads[member].loop.rebalancer = self.ranks[member].rebalancer
             self.threads[member].start(joined[member][0])
         return [joined[member][1] for member in members]
 

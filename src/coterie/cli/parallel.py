@@ -27,6 +27,12 @@ PARALLEL_OPTIONS: tuple[Decorator, ...] = (
                  help="Start a lost rank's process again."),
     click.option("--overlap", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
                  help="Two micro-batches a step, each computing while the other's rows travel; auto measures."),
+    click.option("--rebalance-steps", type=click.IntRange(min=0), default=0, show_default=True,
+                 help="Steps after which experts may move to ranks with less load, while serving; 0 never."),
+    click.option("--rebalance-moves", type=AT_LEAST_ONE, default=8, show_default=True,
+                 help="Experts of a layer that may move at once; each rank keeps buffers for as many."),
+    click.option("--rebalance-rate", type=click.FloatRange(min=0, min_open=True), default=32.0, show_default=True,
+                 help="MB a second that a rank sends of moving experts."),
     click.option("--enable-dp-attention", "--enable-expert-parallel", is_flag=True, expose_value=False,
                  help="Accepted and not needed: with several ranks both are so."),
 )  # fmt: skip
@@ -48,5 +54,8 @@ def parallel_config(values: Mapping[str, Any]) -> ParallelConfig:
         nodes=values["nodes"],
         redundant_experts=values["redundant_experts"],
         restart_ranks=values["restart_ranks"],
+        rebalance_steps=values["rebalance_steps"],
+        rebalance_moves=values["rebalance_moves"],
+        rebalance_rate=values["rebalance_rate"],
         overlap=values["overlap"],
     )

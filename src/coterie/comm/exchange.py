@@ -120,6 +120,14 @@ class Exchange:
         layers = range(self.placement.num_layers)
         self.tables = [SlotTable(self.placement, layer, self.live.speeds) for layer in layers]
 
+    def install_layer(self, layer: int, row: Integers) -> None:
+        """The same for the slots [S] of one layer."""
+        table = self.placement.slot_to_expert.copy()
+        table[layer] = row
+        self.placement = self.placement.with_layers(table)
+        self.tables[layer] = SlotTable(self.placement, layer)
+        self.version += 1
+
     @property
     def own_slots(self) -> range:
         """The slots of this rank."""

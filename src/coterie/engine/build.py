@@ -18,6 +18,7 @@ from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.core import EngineCore
 from coterie.engine.grammar import Grammars
 from coterie.engine.memory import available_memory
+from coterie.engine.rebalance import Units
 from coterie.engine.report import attention_choice, weight_choices
 from coterie.engine.resolve import Resolved, check_config, check_weights_fit, resolve
 from coterie.engine.runner import ModelRunner
@@ -107,10 +108,12 @@ def open_model(source: ModelSource, *, strict: bool = False) -> ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one of several ranks holds and may take: its experts, and bytes of memory for weights and cache."""
+    """What one of several ranks holds and may take: its experts, bytes of memory for weights and cache, and how many
+    experts may be on their way to it at once (`rebalance`)."""
 
     experts: ExpertShard
     memory: int
+    most_moves: int = 0
 
 
 def build_engine(
@@ -135,6 +138,8 @@ def build_engine(
     left = available_memory()
     if share is not None:  # the other ranks of this machine load meanwhile
         left = min(left, share.memory - sum(need.nbytes for need in loaded.needs))
+        if share.most_moves:
+            left -= Units.buffer_bytes(loaded.weights, spec, kernels, share.most_moves)
     resolved = resolve(spec, config, loaded.kind, left)
     load = _expert_load(spec, kernels) if record_experts else None
     runner = _runner(spec, loaded, resolved, config, Runtime(kernels, LocalTransport(), StageTimer(), load))

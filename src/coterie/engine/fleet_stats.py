@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from coterie.engine.messages import ClassStats, GroupStats, Stats
 
-_COUNTERS = ("num_preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps")
+_COUNTERS = (
+    "num_preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps",
+    "experts_moved", "moves_failed",
+)  # fmt: skip
 
 
 class Totals:

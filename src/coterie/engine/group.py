@@ -18,7 +18,8 @@ from coterie.engine.overlap_choice import OverlapChooser
 
 
 class Entry(NamedTuple):
-    """One rank before a step. `generation`: the newest it has heard of. `step_ns`: how long its last step took."""
+    """One rank before a step. `generation`: the newest it has heard of. `step_ns`: how long its last step took.
+    `moved`: how far it is in moving experts (`rebalance`)."""
 
     generation: int
     has_work: bool
@@ -26,6 +27,7 @@ class Entry(NamedTuple):
     wake: int
     drains: bool
     step_ns: int
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class Table:
     def seconds_by_rank(self) -> list[float]:
         """Of the step before."""
         return [int(count) / 1e9 for count in self._column("step_ns")]
+
+    @property
+    def least_moved(self) -> int:
+        """How far all ranks are in moving experts."""
+        return int(self._column("moved").min())
 
     @property
     def wakes_agree(self) -> bool:

@@ -21,6 +21,7 @@ from coterie.engine.fleet import Fleet, FleetPlan, Place
 from coterie.engine.memory import available_memory
 from coterie.engine.process import Hello, StartedProcess, spawn, wait_ready
 from coterie.engine.rank import Seat
+from coterie.engine.rebalance import RebalancePolicy
 from coterie.engine.resolve import check_config
 from coterie.engine.worker import Closed, Deliver, EngineLink
 from coterie.kernels.machine import machine
@@ -91,6 +92,9 @@ class Launch:
             dict(shard.experts),
             memory or self._memory,
             overlap=self._parallel.overlap,
+            rebalance=RebalancePolicy(
+                self._parallel.rebalance_steps, self._parallel.rebalance_moves, 1e6 * self._parallel.rebalance_rate
+            ),
         )
         return Hello(self._path, replace(config or self._config, threads=self._threads), self._service, seat)
 

@@ -179,7 +179,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """The engine's state after a step: gauges now, counters since the start, seconds per stage.
 
     prefill_rate: prompt tokens per second of late, 0 before any were computed; step_seconds: how long steps with
-    prompts took of late. classes: none if the engine has one class only. group: of several ranks.
+    prompts took of late. classes: none if the engine has one class only. group: of several ranks. experts_moved: that
+    came from other ranks; moves_failed: how often moving them had to be given up.
     """
 
     num_running: int
@@ -197,6 +198,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     step_seconds: float = 0.0
     classes: tuple[ClassStats, ...] = ()
     group: GroupStats | None = None
+    experts_moved: int = 0
+    moves_failed: int = 0
 
 
 class Regrouped(msgspec.Struct, frozen=True, tag="regrouped"):

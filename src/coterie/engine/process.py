@@ -126,6 +126,12 @@ def wait_ready(
     raise CoterieError(f"the engine's process ended while loading, with exit status {child.wait()}")
 
 
+def seat_share(seat: Seat) -> Share:
+    """What a seat says of the model."""
+    moves = seat.rebalance.moves if seat.rebalance.steps else 0
+    return Share(ExpertShard(seat.experts), seat.memory, moves)
+
+
 def main(descriptor: int) -> None:
     """The child: load what the Hello says, then serve until drained or alone. When to end is the parent's word."""
     for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal and a service manager tell children too, at once
@@ -139,7 +145,7 @@ def main(descriptor: int) -> None:
     seat = hello.seat
     if seat is not None:  # takes a second in which nothing else here runs: not once there must be signs of life
         importlib.import_module("coterie.comm.torch_dist")
-    share = None if seat is None else Share(ExpertShard(seat.experts), seat.memory)
+    share = None if seat is None else seat_share(seat)
     try:
         core, info = build_engine(
             hello.model_path,

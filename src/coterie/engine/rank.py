@@ -27,12 +27,14 @@ from coterie.engine.errors import Desynchronised
 from coterie.engine.group import Group
 from coterie.engine.messages import Beat, Fault, Leave, Regroup, Regrouped, ToRank
 from coterie.engine.overlap_choice import OverlapChooser, OverlapMode
+from coterie.engine.rebalance import RebalancePolicy, Rebalancer, Units
 from coterie.engine.wire import Wire
 from coterie.engine.worker import EngineLoop, deliver_to
 from coterie.kernels.select import Choice
 from coterie.model.overlap import drive
 from coterie.model.shard import ExpertShard
 from coterie.model.transformer import Transformer
+from coterie.observe.expert_load import ExpertLoad
 from coterie.spec.errors import CoterieError
 from coterie.spec.placement import ExpertPlacement
 
@@ -46,7 +48,7 @@ SHORT_STEP = 16
 """Rows of a rank up to which an exchange may use messages of fixed size."""
 _log = logging.getLogger(__name__)
 
-Purpose = Literal["control", "serve"]
+Purpose = Literal["control", "serve", "weights"]
 Meet = Callable[[Regroup, Purpose], Transport]
 """How this rank comes to a transport of a generation."""
 
@@ -64,6 +66,7 @@ class Seat(msgspec.Struct, frozen=True):
     memory: int
     interface: str | None = None
     overlap: OverlapMode = "off"
+    rebalance: RebalancePolicy = RebalancePolicy()
 
 
 class Rank:
@@ -74,6 +77,8 @@ class Rank:
         self._meet = meet or self._connect
         self._held = dict(seat.experts)
         self.choices: tuple[Choice, ...] = ()
+        self.rebalancer: Rebalancer | None = None
+        self._moving = None if not seat.rebalance.steps else self._prepare_moves()
         self._generation = -1
         self._transports: list[Transport] = []
         self._lock = threading.Lock()
@@ -85,8 +90,10 @@ class Rank:
         """
         place = regroup.members.index(self._seat.number)
         control, serve = self._meet(regroup, "control"), self._meet(regroup, "serve")
+        weights = None if self._moving is None else self._meet(regroup, "weights")
+        self._end_moves()
         with self._lock:
-            before, self._transports = self._transports, [control, serve]
+            before, self._transports = self._transports, [control, serve, *([] if weights is None else [weights])]
         for transport in self._transports:
             transport.set_timeout(STEP_SECONDS)
         placement = self._placement(regroup)
@@ -94,6 +101,10 @@ class Rank:
         model = self.core.runner.model
         exchange, self.choices = drive(open_exchange(serve, placement, self._traffic()))
         runtime = replace(model.runtime, transport=serve, exchange=exchange)
+        if weights is not None and self._moving is not None:
+            units, load = self._moving
+            runtime = replace(runtime, load=load)
+            self.rebalancer = Rebalancer(self._seat.rebalance, weights, exchange, units, load)
         self.core.runner.model = Transformer(model.spec, model.weights, runtime, self._info.max_model_len)
         check_agreement(control, "the placement of experts", placement.digest())
         self._generation = regroup.generation
@@ -118,6 +129,22 @@ class Rank:
         with self._lock:
             for transport in self._transports:
                 transport.abort()
+
+    def _prepare_moves(self) -> tuple[Units, ExpertLoad]:
+        """What outlives generations: the memory of experts with buffers beside it, and the record of their load."""
+        model = self.core.runner.model
+        units = Units.of(model.weights, model.spec, model.runtime.kernels, self._seat.rebalance.moves)
+        layers, moe = zip(*model.spec.moe_layers(), strict=True)
+        return units, ExpertLoad(list(layers), moe[0].num_experts, model.runtime.kernels.to_host)
+
+    def _end_moves(self) -> None:
+        """Stop moving experts, and note where they have come to lie."""
+        if self.rebalancer is None:
+            return
+        self.rebalancer.stop()
+        exchange = self.rebalancer.exchange
+        self._held = dict(ExpertShard.of(exchange.placement, self._info.files.spec, exchange.mesh.world.rank).experts)
+        self.rebalancer = None
 
     def _traffic(self) -> Traffic:
         spec, config = self._info.files.spec, self._info.config
@@ -201,6 +228,7 @@ def _generations(rank: Rank, loop: EngineLoop, wire: Wire[Any], inbox: SimpleQue
         asked, regroup = regroup, None
         try:
             loop.group, loaded = rank.join(asked)
+            loop.rebalancer = rank.rebalancer
             loop.wake = max(loop.wake, asked.wake)
             choices = [(choice.what, choice.value, choice.reason) for choice in rank.choices]
             wire.send(Regrouped(asked.generation, loaded, choices))

@@ -16,9 +16,12 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import msgspec
+
 from coterie.engine.core import EngineCore
 from coterie.engine.group import Entry, Group
 from coterie.engine.messages import Abort, Add, Drain, FromEngine, Output, Regroup, ToEngine, ToRank, Wake
+from coterie.engine.rebalance import FAILED, Rebalancer
 from coterie.engine.wire import Wire
 from coterie.spec.errors import CoterieError
 
@@ -38,6 +41,8 @@ class EngineLoop:
         self, core: EngineCore, inbox: SimpleQueue[ToRank | None], deliver: Deliver, group: Group | None = None
     ) -> None:
         self.core, self.group = core, group or Group()
+        self.rebalancer: Rebalancer | None = None
+        self._moved = self._moves_failed = 0
         self.wake = 0
         self._inbox = inbox
         self._deliver = deliver
@@ -65,6 +70,8 @@ class EngineLoop:
                 batch = replace(plan.batch, most_tokens=max(table.tokens_by_rank))
                 self.core.execute(plan._replace(batch=batch), self.group.micro_batches(table))
                 self._step_ns = time.monotonic_ns() - began
+                if self.rebalancer is not None:
+                    self._count_moves(self.rebalancer.after_step(table.least_moved))
             self._hand_out()
             self._patient = not table.num_tokens
             self._idle = not table.has_work and table.wakes_agree
@@ -111,6 +118,7 @@ class EngineLoop:
             wake=self.wake,
             drains=self._draining,
             step_ns=self._step_ns,
+            moved=0 if self.rebalancer is None else self.rebalancer.progress,
         )
 
     def _hand_out(self) -> None:
@@ -120,9 +128,15 @@ class EngineLoop:
         now = time.monotonic()
         if (outputs and not self.core.has_work) or now - self._last_stats >= STATS_SECONDS:
             self._last_stats = now
-            outputs.insert(0, self.core.stats())
+            moves = {"experts_moved": self._moved, "moves_failed": self._moves_failed}
+            outputs.insert(0, msgspec.structs.replace(self.core.stats(), **moves))
         if outputs:
             self._deliver(outputs)
+
+    def _count_moves(self, moved: int) -> None:
+        """What a Rebalancer did after a step."""
+        self._moved += max(moved, 0)
+        self._moves_failed += moved == FAILED
 
     def _read(self) -> None:
         """Take all messages that are there, waiting for one if all ranks are idle."""

@@ -28,6 +28,8 @@ def rank_families(prefix: str, model_name: str, stats: Stats) -> Iterator[Metric
     counters = (
         ("ep_faults", "Ranks lost.", group.faults),
         ("ep_experts_loaded", "Experts loaded to take a lost rank's over.", group.experts_loaded),
+        ("ep_experts_moved", "Experts that ranks received from others to even out the load.", stats.experts_moved),
+        ("ep_expert_moves_failed", "Times that moving experts had to be given up.", stats.moves_failed),
         ("ep_sequences_retried", "Sequences that went on on another rank.", group.retried),
         ("ep_sequences_failed", "Sequences that a fault ended with an error.", group.failed),
     )

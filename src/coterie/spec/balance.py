@@ -205,7 +205,18 @@ def _improved(load: Floats, shape: _Shape, current: ExpertPlacement, max_moves: 
         left = None if max_moves is None else allowed - spent
         Search(_STEPS, node_of_rank=nodes).improve(candidates[-1], load, left)
         spent = spent if left is None else allowed - left
-    return _best(candidates, load, price=WORTH / 2)
+    after = _best(candidates, load, price=WORTH / 2)
+    for row, rank in np.argwhere((after != before).any(2)):
+        _settle(after[row, rank], before[row, rank])
+    return after
+
+
+def _settle(after: Ints, before: Ints) -> None:
+    """Order the slots [k] of a rank so that what it held keeps its slot."""
+    new = [expert for expert in after.tolist() if expert not in before]
+    stays = np.isin(before, after)
+    after[:] = before
+    after[~stays] = new
 
 
 def _complete(table: Ints, load: Floats) -> None:

@@ -24,7 +24,9 @@ class ParallelConfig:
     redundant_experts: slots beyond one for each expert, in each layer; None takes the smallest number with which the
     slots divide over the ranks. Copies balance load, and let experts outlive a lost rank. restart_ranks: start a lost
     rank's process again. overlap: steps in two micro-batches, each computing while the other's rows travel; auto
-    measures. Raises SpecError with the valid values for a layout that cannot be.
+    measures. rebalance_steps: after so many steps experts may move to ranks with less load, at most rebalance_moves in
+    each layer, sent with rebalance_rate MB/s by each rank; 0 never. Raises SpecError with the valid values for a layout
+    that cannot be.
     """
 
     tp: int = 1
@@ -34,6 +36,9 @@ class ParallelConfig:
     redundant_experts: int | None = None
     restart_ranks: bool = True
     overlap: Literal["auto", "on", "off"] = "auto"
+    rebalance_steps: int = 0
+    rebalance_moves: int = 8
+    rebalance_rate: float = 32.0
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "nodes"):
@@ -42,6 +47,11 @@ class ParallelConfig:
                 raise SpecError(f"{name} must be from 1 to {MAX_RANKS}, not {value}")
         if self.redundant_experts is not None and self.redundant_experts < 0:
             raise SpecError(f"redundant experts must be at least 0, not {self.redundant_experts}")
+        if self.rebalance_steps < 0 or self.rebalance_moves < 1 or not 0 < self.rebalance_rate < 1e6:
+            raise SpecError(
+                "rebalance_steps must be at least 0, rebalance_moves at least 1 and rebalance_rate above 0 MB/s, not "
+                f"{self.rebalance_steps}, {self.rebalance_moves} and {self.rebalance_rate:g}"
+            )
         if self.tp > 1:
             raise SpecError(
                 f"tp {self.tp} is not built: attention is data-parallel, each rank holds it whole; use tp 1, and dp or "
