@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from typing import Any
@@ -14,6 +15,7 @@ from thread_ranks import ThreadTransport
 
 from coterie.comm.exchange import Exchange
 from coterie.comm.mesh import Mesh
+from coterie.engine.frontend import AsyncEngine
 from coterie.engine.rebalance import FAILED, RebalancePolicy, Rebalancer, Units, plan_moves
 from coterie.observe.expert_load import ExpertLoad
 from coterie.spec.placement import ExpertPlacement
@@ -205,3 +207,26 @@ def test_ranks_that_are_processes(caplog: pytest.LogCaptureFixture) -> None:
     finally:
         for one in running:
             one.close()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_while_experts_move_costs_no_token() -> None:
+    running = Running(ep=3, redundant_experts=16, rebalance_steps=1, restart_ranks=False)
+
+    async def work(engine: AsyncEngine) -> None:
+        expected = await together(engine, 64)
+        tasks = asyncio.create_task(together(engine, 64))
+        begun = running.stats.generation_tokens
+        while running.stats.generation_tokens < begun + 40:
+            await asyncio.sleep(0.01)
+        running.launch.processes[1].child.kill()
+        assert await tasks == expected
+        assert await together(engine, 64) == expected
+
+    try:
+        running.run(work)
+        assert running.stats.group is not None
+        assert (running.stats.group.faults, running.stats.group.living) == (1, 2)
+        assert running.stats.experts_moved > 0
+    finally:
+        running.close()

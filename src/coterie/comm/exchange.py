@@ -125,7 +125,7 @@ class Exchange:
         table = self.placement.slot_to_expert.copy()
         table[layer] = row
         self.placement = self.placement.with_layers(table)
-        self.tables[layer] = SlotTable(self.placement, layer)
+        self.tables[layer] = SlotTable(self.placement, layer, self.live.speeds)
         self.version += 1
 
     @property
