@@ -195,15 +195,16 @@ void write_codes(const CacheRows& rows, const float* source, char* target) {
 void Device::attend(const AttentionArgs& args, const Sequences& sequences) {
   Plan plan = make_plan(table_, args, sequences, threads());
   const auto kernel = in_tiles(table_, args) ? table_.tile_attention : table_.attention;
-  const ScratchPool::Lease partials(scratch_, plan.partials);
-  place_partials(plan, partials.data());
+  Scratch space(scratch_);
+  if (plan.partials) place_partials(plan, space.take<float>(plan.partials));
   const auto count = static_cast<std::int64_t>(plan.tasks.size());
   const std::int64_t chunks = std::min(count, std::max<std::int64_t>(1, plan.cost / kTaskWork));
   parallel_for(pool_, chunks, [&](std::int64_t i) {
-    const ScratchPool::Lease scratch(scratch_, plan.scratch);
+    Scratch own(scratch_);
+    float* scratch = own.take<float>(plan.scratch);
     for (std::int64_t t = i * count / chunks; t < (i + 1) * count / chunks; ++t) {
       AttentionTask task = plan.tasks[static_cast<std::size_t>(t)];
-      task.scratch = scratch.data();
+      task.scratch = scratch;
       kernel(args, task);
     }
   });

@@ -1,27 +1,10 @@
 // Attention blocks in one call: the same Device methods that the single ops call, in the same order, with the arrays
-// between them in borrowed memory. There is no arithmetic here.
-#include <algorithm>
-
+// between them in scratch memory. There is no arithmetic here.
 #include "ops.h"
 
 namespace coterie {
 
 namespace {
-
-// Hands out parts of one borrowed buffer.
-class Parts {
- public:
-  explicit Parts(float* data) : next_(data) {}
-
-  float* take(std::int64_t floats) {
-    float* part = next_;
-    next_ += pad_channels(floats);
-    return part;
-  }
-
- private:
-  float* next_;
-};
 
 Product project(const Projection& p, const float* x, float* out, std::int64_t rows) {
   return {x, p.weight->cols(), p.weight->matrix(0), p.bias, out, p.weight->rows(), rows};
@@ -53,21 +36,15 @@ void Device::mla_inputs(const MlaArgs& args, const Bank& w_uk, std::int64_t rows
 void Device::latent_block(const LatentBlock& b, const BlockInput& in, const BlockStep& step) {
   const std::int64_t n = in.rows, width = b.rank + b.rope, q_width = b.heads * (b.nope + b.rope);
   const std::int64_t q_rank = b.q_a.weight ? b.q_a.weight->rows() : 0, value = b.w_uv->rows();
-  // What is dead once the query is absorbed makes room for the values.
-  const std::int64_t early = pad_channels(n * in.hidden) + pad_channels(n * q_rank) + pad_channels(n * q_width) +
-                             pad_channels(n * width);
-  const std::int64_t shared = std::max(early, pad_channels(n * b.heads * value));
-  const ScratchPool::Lease lease(scratch_, shared + pad_channels(n * b.heads * width) + pad_channels(n * width) +
-                                               pad_channels(n * b.heads * b.rank));
-  Parts first(lease.data()), rest(lease.data() + shared);
-  float* x = first.take(n * in.hidden);
-  float* q_latent = first.take(n * q_rank);
-  float* q = first.take(n * q_width);
-  float* kv = first.take(n * width);
-  float* query = rest.take(n * b.heads * width);
-  float* rows = rest.take(n * width);
-  float* attended = rest.take(n * b.heads * b.rank);
-  float* values = lease.data();
+  Scratch space(scratch_);
+  float* x = space.take<float>(n * in.hidden);
+  float* q_latent = space.take<float>(n * q_rank);
+  float* q = space.take<float>(n * q_width);
+  float* kv = space.take<float>(n * width);
+  float* query = space.take<float>(n * b.heads * width);
+  float* rows = space.take<float>(n * width);
+  float* attended = space.take<float>(n * b.heads * b.rank);
+  float* values = space.take<float>(n * b.heads * value);
 
   norm({in.delta, in.residual, in.norm, x, in.total, in.hidden, in.eps}, n);
   if (b.q_a.weight) {
@@ -89,17 +66,14 @@ void Device::latent_block(const LatentBlock& b, const BlockInput& in, const Bloc
 void Device::grouped_block(const GroupedBlock& b, const BlockInput& in, const BlockStep& step) {
   const std::int64_t n = in.rows, q_width = b.heads * b.dim, k_width = b.groups * b.dim;
   const std::int64_t v_width = b.groups * b.value_dim, out_width = b.heads * b.value_dim;
-  const ScratchPool::Lease lease(scratch_, pad_channels(n * in.hidden) + 2 * pad_channels(n * q_width) +
-                                               2 * pad_channels(n * k_width) + pad_channels(n * v_width) +
-                                               pad_channels(n * out_width));
-  Parts parts(lease.data());
-  float* x = parts.take(n * in.hidden);
-  float* q = parts.take(n * q_width);
-  float* k = parts.take(n * k_width);
-  float* v = parts.take(n * v_width);
-  float* query = parts.take(n * q_width);
-  float* key = parts.take(n * k_width);
-  float* attended = parts.take(n * out_width);
+  Scratch space(scratch_);
+  float* x = space.take<float>(n * in.hidden);
+  float* q = space.take<float>(n * q_width);
+  float* k = space.take<float>(n * k_width);
+  float* v = space.take<float>(n * v_width);
+  float* query = space.take<float>(n * q_width);
+  float* key = space.take<float>(n * k_width);
+  float* attended = space.take<float>(n * out_width);
 
   norm({in.delta, in.residual, in.norm, x, in.total, in.hidden, in.eps}, n);
   products({project(b.q, x, q, n), project(b.k, x, k, n), project(b.v, x, v, n)});

@@ -19,7 +19,7 @@ bool same_inputs(const Matrix& a, const Matrix& b) {
 
 // Rows of x, or of its int8 codes, in the order of `token`.
 Gathered Device::gather(const float* x, const Activations& q, const Matrix& weight, const std::int64_t* token,
-                        std::int64_t pairs, Workspace& space) {
+                        std::int64_t pairs, Scratch& space) {
   if (!q.codes) {
     float* rows = space.take<float>(pairs * weight.cols);
     over_rows(pairs, weight.cols / 4, [&](std::int64_t begin, std::int64_t end) {
@@ -44,7 +44,7 @@ Gathered Device::gather(const float* x, const Activations& q, const Matrix& weig
 }
 
 void Device::route(const float* x, const Bank& gate, RouteArgs args, std::int64_t rows) {
-  Workspace& space = Workspace::fresh();
+  Scratch space(scratch_);
   args.scores = space.take<float>(rows * args.experts);
   args.biased = space.take<float>(rows * args.experts);
   args.group_scores = space.take<float>(rows * args.groups);
@@ -54,7 +54,7 @@ void Device::route(const float* x, const Bank& gate, RouteArgs args, std::int64_
 }
 
 void Device::moe(const MoeArgs& args) {
-  Workspace& space = Workspace::fresh();
+  Scratch space(scratch_);
   const Bank& gate_up = *args.gate_up;
   const Matrix& shape = gate_up.shape();
   const std::int64_t pairs = args.tokens * args.top_k, hidden = gate_up.cols(), width = args.down->rows();

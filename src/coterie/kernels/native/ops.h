@@ -14,7 +14,6 @@
 #include "kernels.h"
 #include "pool.h"
 #include "scratch.h"
-#include "workspace.h"
 
 namespace coterie {
 
@@ -126,14 +125,14 @@ class Device {
   // Whether products with weights of a kind take narrow activations (struct Activations) instead of floats.
   bool narrows(Kind kind) const { return is_integer(kind) || (kind == Kind::bf16 && table_.bf16_inputs); }
   // The narrow activations of `rows` rows of x for a weight, in scratch memory; empty if it takes floats.
-  Activations quantize(const float* x, std::int64_t x_stride, std::int64_t rows, const Matrix& weight, Workspace& space);
-  QuantizeInputs inputs_for(const Matrix& weight, std::int64_t rows, Workspace& space, const float* x,
+  Activations quantize(const float* x, std::int64_t x_stride, std::int64_t rows, const Matrix& weight, Scratch& space);
+  QuantizeInputs inputs_for(const Matrix& weight, std::int64_t rows, Scratch& space, const float* x,
                             std::int64_t x_stride);
   Gathered gather(const float* x, const Activations& q, const Matrix& weight, const std::int64_t* token,
-                  std::int64_t pairs, Workspace& space);
-  void run_products(const std::vector<Product>& products, Workspace& space);
+                  std::int64_t pairs, Scratch& space);
+  void run_products(const std::vector<Product>& products, Scratch& space);
   void run_tasks(const std::vector<GemmTask>& tasks, std::int64_t cost);
-  void run_experts(const std::vector<ExpertRun>& runs, Workspace& space);
+  void run_experts(const std::vector<ExpertRun>& runs, Scratch& space);
   void run_inner(const ExpertRun& run, const InnerTask& task, const Inner& out);
 
   Pool pool_;

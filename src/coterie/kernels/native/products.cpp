@@ -40,7 +40,7 @@ QuantizeInputs inputs_from(QuantizeInputs args, std::int64_t row) {
 }  // namespace
 
 Activations Device::quantize(const float* x, std::int64_t x_stride, std::int64_t rows, const Matrix& weight,
-                             Workspace& space) {
+                             Scratch& space) {
   if (!narrows(weight.format.kind)) return {};
   const QuantizeInputs args = inputs_for(weight, rows, space, x, x_stride);
   over_rows(rows, weight.cols,
@@ -48,7 +48,7 @@ Activations Device::quantize(const float* x, std::int64_t x_stride, std::int64_t
   return {args.codes, args.scales, args.sums, args.stride, args.group, args.groups};
 }
 
-QuantizeInputs Device::inputs_for(const Matrix& weight, std::int64_t rows, Workspace& space, const float* x,
+QuantizeInputs Device::inputs_for(const Matrix& weight, std::int64_t rows, Scratch& space, const float* x,
                                   std::int64_t x_stride) {
   const bool bf16 = weight.format.kind == Kind::bf16;
   const std::int64_t stride = input_stride(weight.format.kind, weight.cols);
@@ -75,10 +75,11 @@ void Device::run_tasks(const std::vector<GemmTask>& tasks, std::int64_t cost) {
 }
 
 void Device::products(const std::vector<Product>& products) {
-  run_products(products, Workspace::fresh());
+  Scratch space(scratch_);
+  run_products(products, space);
 }
 
-void Device::run_products(const std::vector<Product>& products, Workspace& space) {
+void Device::run_products(const std::vector<Product>& products, Scratch& space) {
   std::vector<GemmTask> tasks;
   std::int64_t cost = 0;
   for (const Product& p : products) {
@@ -88,7 +89,7 @@ void Device::run_products(const std::vector<Product>& products, Workspace& space
   run_tasks(tasks, cost);
 }
 
-void Device::run_experts(const std::vector<ExpertRun>& runs, Workspace& space) {
+void Device::run_experts(const std::vector<ExpertRun>& runs, Scratch& space) {
   std::vector<InnerTask> inner_tasks;
   std::vector<Inner> inners;
   for (std::size_t i = 0; i < runs.size(); ++i) {
@@ -131,8 +132,8 @@ void Device::run_experts(const std::vector<ExpertRun>& runs, Workspace& space) {
 void Device::run_inner(const ExpertRun& run, const InnerTask& task, const Inner& out) {
   constexpr std::int64_t kWidth = 2 * kActivationGroup;
   const std::int64_t hidden = run.gate_up.cols, inner = run.down.cols, width = task.last - task.first;
-  const ScratchPool::Lease lease(scratch_, task.rows * kWidth);
-  float* gated = lease.data();
+  Scratch space(scratch_);
+  float* gated = space.take<float>(task.rows * kWidth);
   const Activations q = rows_from(run.quantized, task.row, run.gate_up.groups);
   for (std::int64_t half = 0; half < 2; ++half) {
     const std::int64_t base = half * run.gate_up.segment_panels;
@@ -155,7 +156,7 @@ void Device::run_inner(const ExpertRun& run, const InnerTask& task, const Inner&
 }
 
 void Device::experts(const float* x, const std::int64_t* counts, const Bank& gate_up, const Bank& down, float* out) {
-  Workspace& space = Workspace::fresh();
+  Scratch space(scratch_);
   std::int64_t rows = 0;
   for (std::int64_t e = 0; e < gate_up.count(); ++e) rows += counts[e];
   const Activations q = quantize(x, gate_up.cols(), rows, gate_up.shape(), space);
@@ -171,7 +172,7 @@ void Device::experts(const float* x, const std::int64_t* counts, const Bank& gat
 }
 
 void Device::gated(const float* x, std::int64_t rows, const Bank& gate_up, float* out) {
-  Workspace& space = Workspace::fresh();
+  Scratch space(scratch_);
   const std::int64_t inner = gate_up.rows() / 2;
   Matrix width{};  // only its columns are read: no product follows here
   width.cols = inner;

@@ -1,60 +1,57 @@
-// The free list behind ScratchPool. New buffers are zeroed, so that lanes no one wrote are numbers.
+// The free list behind Scratch: as many buffers exist as were ever borrowed at once, each of the largest size asked of
+// it.
 #include "scratch.h"
 
-#include <cstring>
 #include <new>
 #include <utility>
-
-#include "guard.h"
 
 namespace coterie {
 
 namespace {
 
-constexpr std::size_t kStep = 1 << 14;  // sizes are rounded up, so that a slightly longer call finds room
+constexpr std::size_t kLeast = std::size_t{1} << 18;
+constexpr std::size_t kStep = std::size_t{1} << 16;  // sizes are rounded up: a slightly longer call finds room
 constexpr std::align_val_t kAlign{64};
 
 }  // namespace
 
-void ScratchPool::Lease::Free::operator()(float* data) const {
+void ScratchPool::Buffer::Free::operator()(unsigned char* data) const {
   ::operator delete(data, kAlign);
 }
 
-ScratchPool::Lease::Lease(ScratchPool& pool, std::int64_t floats) : pool_(pool) {
-  const auto needed = static_cast<std::size_t>(floats);
-  if (needed == 0) return;
+void ScratchPool::borrow(std::size_t bytes, Buffers& to) {
+  Buffers found;
   {
-    const std::lock_guard<std::mutex> guard(pool_.mutex_);
-    auto& free = pool_.free_;
+    const std::lock_guard<std::mutex> guard(mutex_);
     // The smallest that fits, else the largest, which then grows.
-    auto best = free.end();
-    for (auto it = free.begin(); it != free.end(); ++it) {
-      const bool fits = it->floats >= needed, had = best != free.end() && best->floats >= needed;
-      const bool larger = best == free.end() || it->floats > best->floats;
+    auto best = free_.end();
+    for (auto it = free_.begin(); it != free_.end(); ++it) {
+      const bool fits = it->size >= bytes, had = best != free_.end() && best->size >= bytes;
+      const bool larger = best == free_.end() || it->size > best->size;
       if (fits != had ? fits : larger != fits) best = it;
     }
-    if (best != free.end()) {
-      buffer_ = std::move(*best);
-      free.erase(best);
-    }
+    if (best != free_.end()) found.splice(found.begin(), free_, best);
   }
-  if (buffer_.data && buffer_.floats >= needed) {
-    forbid(buffer_.data.get() + needed, (buffer_.floats - needed) * sizeof(float));
-    return;
+  if (found.empty()) found.emplace_front();
+  Buffer& buffer = found.front();
+  if (buffer.size < bytes) {
+    const std::size_t size = bytes < kLeast ? kLeast : (bytes + kStep - 1) / kStep * kStep;
+    buffer.data.reset();
+    buffer.size = 0;
+    buffer.data.reset(static_cast<unsigned char*>(::operator new(size, kAlign)));
+    buffer.size = size;
+    forbid(buffer.data.get(), size);
   }
-  const std::size_t size = (needed + kStep - 1) / kStep * kStep;
-  buffer_.data.reset();
-  buffer_.data.reset(static_cast<float*>(::operator new(size * sizeof(float), kAlign)));
-  buffer_.floats = size;
-  std::memset(buffer_.data.get(), 0, size * sizeof(float));
-  forbid(buffer_.data.get() + needed, (size - needed) * sizeof(float));
+  to.splice(to.begin(), found);
 }
 
-ScratchPool::Lease::~Lease() {
-  if (!buffer_.data) return;
-  allow(buffer_.data.get(), buffer_.floats * sizeof(float));
-  const std::lock_guard<std::mutex> guard(pool_.mutex_);
-  pool_.free_.push_back(std::move(buffer_));
+void ScratchPool::give_back(Buffers& from) {
+  for (Buffer& buffer : from) {
+    forbid(buffer.data.get(), buffer.size);
+    buffer.used = 0;
+  }
+  const std::lock_guard<std::mutex> guard(mutex_);
+  free_.splice(free_.begin(), from);
 }
 
 }  // namespace coterie
