@@ -59,23 +59,24 @@ std::int64_t vector_floats(const AttentionArgs& args, std::int64_t pairs) {
 // The last rows, which see most, come first.
 void cut_sequence(const AttentionArgs& args, const Sequences& s, std::int64_t index, const Grain& grain,
                   std::int64_t head_step, std::vector<AttentionTask>& tasks) {
-  const std::int64_t begin = s.query_start[index], end = s.query_start[index + 1];
-  if (begin == end) return;
+  const std::int64_t base = s.query_start[index];
+  const std::int64_t begin = std::max(base, s.first), end = std::min<std::int64_t>(s.query_start[index + 1], s.last);
+  if (begin >= end) return;
   const std::int64_t per_group = args.heads / args.groups;
   const std::int64_t row_step = std::max<std::int64_t>(1, grain.pairs / std::min(head_step, per_group));
   for (std::int64_t block = (end - begin - 1) / row_step; block >= 0; --block) {
     const std::int64_t row = begin + block * row_step;
-    const std::int64_t position = s.blocks ? s.positions[row] : row - begin;
+    const std::int64_t position = s.blocks ? s.positions[row] : row - base;
     for (std::int64_t group = 0; group < args.groups; ++group) {
       for (std::int64_t head = 0; head < per_group; head += head_step) {
         AttentionTask task{};
-        task.row = row;
+        task.row = row - s.first;
         task.rows = std::min(row_step, end - row);
         task.first_position = position;
         task.head = group * per_group + head;
         task.heads = std::min(head_step, per_group - head);
         task.blocks = s.blocks ? s.blocks + index * s.stride : nullptr;
-        task.base_row = begin;
+        task.base_row = base;
         tasks.push_back(task);
       }
     }

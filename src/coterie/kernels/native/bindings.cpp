@@ -165,11 +165,13 @@ void moe(Device& device, const In& x, const Ids& ids, const In& weights, const B
   expect_bank("moe", gate_up, gate_up.count(), 2 * inner, hidden);
   expect_bank("moe", down, gate_up.count(), down.rows(), inner);
   require(gate_up.segments() == 2, "moe: gate_up must be allocated with 2 segments");
+  require(down.segments() == 1, "moe: down must be allocated with 1 segment");
   if (shared) {
     const std::int64_t width = shared->down->cols();
     expect_bank("moe", *shared->gate_up, 1, 2 * width, hidden);
     expect_bank("moe", *shared->down, 1, down.rows(), width);
     require(shared->gate_up->segments() == 2, "moe: the shared gate_up must be allocated with 2 segments");
+    require(shared->down->segments() == 1, "moe: the shared down must be allocated with 1 segment");
     if (shared->gate) expect_bank("moe", *shared->gate, 1, 1, hidden);
   }
   const nb::gil_scoped_release release;
@@ -188,7 +190,7 @@ void combine(Device& device, const In& rows, const Rows& position, const In& wei
   expect_range("combine", "position", position, rows_of("combine", rows));
   const nb::gil_scoped_release release;
   device.combine(
-      {rows.data(), position.data(), weights.data(), shared ? shared->data() : nullptr, out.data(), width, k}, n);
+      {rows.data(), position.data(), weights.data(), shared ? shared->data() : nullptr, out.data(), width, width, k}, n);
 }
 
 void sigmoid_scale(Device& device, const In& x, const In& gate, const Out& out) {

@@ -120,7 +120,7 @@ struct Layout {
   Sequences sequences() const {
     return {query_start.data(), positions.data(), blocks ? blocks->data() : nullptr,
             blocks ? static_cast<std::int64_t>(blocks->shape(1)) : 0,
-            static_cast<std::int64_t>(query_start.size()) - 1};
+            static_cast<std::int64_t>(query_start.size()) - 1, 0, static_cast<std::int64_t>(positions.size())};
   }
 };
 

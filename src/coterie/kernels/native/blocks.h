@@ -8,12 +8,14 @@
 
 namespace coterie {
 
+// Of the rows of a step those in [first, last) are at hand: queries and outputs begin with row `first`.
 struct Sequences {
   const std::int32_t* query_start;  // [count + 1]
   const std::int32_t* positions;    // [T]
   const std::int32_t* blocks;       // [count, stride] or null
   std::int64_t stride;
   std::int64_t count;
+  std::int64_t first, last;
 };
 
 // A bank of one matrix and its bias or null.

@@ -191,8 +191,8 @@ struct CombineArgs {
   const std::int64_t* position;  // [T, top_k]
   const float* weights;          // [T, top_k]
   const float* shared;           // [T, width] or null
-  float* out;
-  std::int64_t width, top_k;
+  float* out;                    // rows out_stride apart
+  std::int64_t width, out_stride, top_k;
 };
 
 struct KernelTable {

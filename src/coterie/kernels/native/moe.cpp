@@ -1,6 +1,7 @@
 // The fused feed-forward of a step on one rank: sort, gather, experts (routed and shared side by side), combine, in one
 // call. Meaning and bits are those of the single ops (docs/design.md); each token is quantised once, not once per
 // expert.
+#include <algorithm>
 #include <cstring>
 
 #include "ops.h"
@@ -14,6 +15,12 @@ bool same_inputs(const Matrix& a, const Matrix& b) {
          (a.format.kind == Kind::bf16) == (b.format.kind == Kind::bf16) && a.cols == b.cols && a.group == b.group &&
          zero_of(a.format) == zero_of(b.format);
 }
+
+// What is alive at once of a long step: gathered rows, and floats of the experts' outputs. Both bound memory, and leave
+// tasks enough for all threads between two waits.
+constexpr std::int64_t kGatheredRows = 2048;
+constexpr std::int64_t kOutputFloats = 1 << 22;
+constexpr std::int64_t kLeastColumns = 256;
 
 }  // namespace
 
@@ -57,34 +64,65 @@ void Device::moe(const MoeArgs& args) {
   Scratch space(scratch_);
   const Bank& gate_up = *args.gate_up;
   const Matrix& shape = gate_up.shape();
-  const std::int64_t pairs = args.tokens * args.top_k, hidden = gate_up.cols(), width = args.down->rows();
+  const std::int64_t pairs = args.tokens * args.top_k, hidden = gate_up.cols();
   auto* token = space.take<std::int64_t>(pairs);
   auto* position = space.take<std::int64_t>(pairs);
-  std::int64_t* counts = args.counts;
-  sort_pairs(args.ids, args.tokens, args.top_k, gate_up.count(), token, position, counts);
+  sort_pairs(args.ids, args.tokens, args.top_k, gate_up.count(), token, position, args.counts);
   const Activations q = quantize(args.x, hidden, args.tokens, shape, space);
-  const Gathered sorted = gather(args.x, q, shape, token, pairs, space);
-  float* outputs = space.take<float>(pairs * width);
   std::vector<ExpertRun> runs;
-  float* shared = nullptr;
   if (args.shared_gate_up) {
     const Matrix gate = args.shared_gate_up->matrix(0);
-    shared = space.take<float>(args.tokens * width);
     const Activations own = same_inputs(gate, shape) ? q : quantize(args.x, hidden, args.tokens, gate, space);
-    runs.push_back({gate, args.shared_down->matrix(0), args.x, own, shared, args.tokens});
+    runs.push_back({gate, args.shared_down->matrix(0), args.x, own, nullptr, 0, args.tokens});
   }
-  for (std::int64_t e = 0, row = 0; e < gate_up.count(); row += counts[e++]) {
-    if (counts[e] == 0) continue;
-    runs.push_back({gate_up.matrix(e), args.down->matrix(e), sorted.rows ? sorted.rows + row * hidden : nullptr,
-                    rows_from(sorted.quantized, row, shape.groups), outputs + row * width, counts[e]});
+  std::size_t next = runs.size(), begin = 0;
+  for (std::int64_t e = 0; e < gate_up.count(); ++e) {
+    if (args.counts[e]) runs.push_back({gate_up.matrix(e), args.down->matrix(e), nullptr, {}, nullptr, 0, args.counts[e]});
   }
-  run_experts(runs, space);
-  if (shared && args.shared_gate) {
-    float* gate = space.take<float>(args.tokens);
+  std::vector<Inner> inners;
+  for (std::int64_t row = 0; begin < runs.size(); begin = next) {
+    std::int64_t rows = 0;
+    const std::size_t first = next;
+    while (next < runs.size() && (rows == 0 || rows + runs[next].rows <= kGatheredRows)) rows += runs[next++].rows;
+    Scratch brief(scratch_);
+    const Gathered sorted = gather(args.x, q, shape, token + row, rows, brief);
+    for (std::size_t i = first, at = 0; i < next; at += static_cast<std::size_t>(runs[i++].rows)) {
+      const auto offset = static_cast<std::int64_t>(at);
+      runs[i].x = sorted.rows ? sorted.rows + offset * hidden : nullptr;
+      runs[i].quantized = rows_from(sorted.quantized, offset, shape.groups);
+    }
+    run_gates(std::span(runs).subspan(begin, next - begin), inners, space, brief);
+    row += rows;
+  }
+  run_down_columns(args, runs, inners, position, space);
+}
+
+// Down and the sum over a token's experts, some columns after the others: weights are still read once.
+void Device::run_down_columns(const MoeArgs& args, std::vector<ExpertRun>& runs, const std::vector<Inner>& inners,
+                              const std::int64_t* position, Scratch& space) {
+  const std::int64_t width = args.down->rows(), pairs = args.tokens * args.top_k;
+  const std::int64_t lines = pairs + (args.shared_down ? args.tokens : 0);
+  const std::int64_t fitting = kOutputFloats / std::max<std::int64_t>(1, lines) / kPanel * kPanel;
+  const std::int64_t step = std::min(width, std::max(kLeastColumns, fitting));
+  float* outputs = space.take<float>(lines * step);
+  float* gate = nullptr;
+  if (args.shared_gate) {
+    const std::int64_t hidden = args.shared_gate->cols();
+    gate = space.take<float>(args.tokens);
     run_products({{args.x, hidden, args.shared_gate->matrix(0), nullptr, gate, 1, args.tokens}}, space);
-    sigmoid_scale(shared, gate, shared, args.tokens, width);
   }
-  combine({outputs, position, args.weights, shared, args.out, width, args.top_k}, args.tokens);
+  for (std::int64_t first = 0; first < width; first += step) {
+    const std::int64_t columns = std::min(step, width - first);
+    float* shared = args.shared_down ? outputs + pairs * columns : nullptr;
+    float* target = outputs;
+    for (std::size_t i = shared ? 1 : 0; i < runs.size(); target += runs[i++].rows * columns) {
+      runs[i].out = target - first, runs[i].out_stride = columns;
+    }
+    if (shared) runs[0].out = shared - first, runs[0].out_stride = columns;
+    run_downs(runs, inners, {first / kPanel, (first + columns + kPanel - 1) / kPanel});
+    if (gate) sigmoid_scale(shared, gate, shared, args.tokens, columns);
+    combine({outputs, position, args.weights, shared, args.out + first, columns, width, args.top_k}, args.tokens);
+  }
 }
 
 }  // namespace coterie

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "bank.h"
@@ -34,7 +35,12 @@ struct ExpertRun {
   const float* x;
   Activations quantized;
   float* out;
-  std::int64_t rows;
+  std::int64_t out_stride, rows;
+};
+
+// Panels [first, last) of a matrix.
+struct Panels {
+  std::int64_t first, last;
 };
 
 // A block of at most kActivationGroup columns of one expert's inner width, and the rows that a task takes through it.
@@ -132,7 +138,11 @@ class Device {
                   std::int64_t pairs, Scratch& space);
   void run_products(const std::vector<Product>& products, Scratch& space);
   void run_tasks(const std::vector<GemmTask>& tasks, std::int64_t cost);
-  void run_experts(const std::vector<ExpertRun>& runs, Scratch& space);
+  // Gate, up and SiLU of some experts, whose inner activations are added to `inners`; then their down.
+  void run_gates(std::span<const ExpertRun> runs, std::vector<Inner>& inners, Scratch& space, Scratch& brief);
+  void run_downs(std::span<const ExpertRun> runs, const std::vector<Inner>& inners, const Panels& panels);
+  void run_down_columns(const MoeArgs& args, std::vector<ExpertRun>& runs, const std::vector<Inner>& inners,
+                        const std::int64_t* position, Scratch& space);
   void run_inner(const ExpertRun& run, const InnerTask& task, const Inner& out);
 
   Pool pool_;

@@ -14,18 +14,17 @@ namespace {
 constexpr std::int64_t kProductChunk = 1 << 18;  // multiply-adds of a task
 constexpr std::int64_t kFloatRows = 64;          // rows of a task of a float kind
 
-// Cuts one product into row and panel ranges of about kProductChunk multiply-adds.
-void split(const Product& p, const Activations& quantized, std::vector<GemmTask>& tasks) {
-  const std::int64_t panels = panels_of(p.weight);
+// Cuts the panels of one product, and its rows, into ranges of about kProductChunk multiply-adds.
+void split(const Product& p, const Activations& quantized, const Panels& panels, std::vector<GemmTask>& tasks) {
   const std::int64_t most = quantized.codes ? kMaxIntRows : kFloatRows;
   for (std::int64_t row = 0; row < p.rows; row += most) {
     const std::int64_t rows = std::min(most, p.rows - row);
     const std::int64_t panel_cost = std::max<std::int64_t>(1, rows * p.weight.cols * kPanel);
     const std::int64_t step = std::max<std::int64_t>(1, kProductChunk / panel_cost);
     const Activations q = rows_from(quantized, row, p.weight.groups);
-    for (std::int64_t panel = 0; panel < panels; panel += step) {
+    for (std::int64_t panel = panels.first; panel < panels.last; panel += step) {
       tasks.push_back({p.x + row * p.x_stride, p.x_stride, q, p.weight, p.bias, p.out + row * p.out_stride,
-                       p.out_stride, rows, panel, std::min(panels, panel + step)});
+                       p.out_stride, rows, panel, std::min(panels.last, panel + step)});
     }
   }
 }
@@ -83,47 +82,53 @@ void Device::run_products(const std::vector<Product>& products, Scratch& space) 
   std::vector<GemmTask> tasks;
   std::int64_t cost = 0;
   for (const Product& p : products) {
-    split(p, quantize(p.x, p.x_stride, p.rows, p.weight, space), tasks);
+    split(p, quantize(p.x, p.x_stride, p.rows, p.weight, space), {0, panels_of(p.weight)}, tasks);
     cost += p.rows * p.weight.rows * p.weight.cols;
   }
   run_tasks(tasks, cost);
 }
 
-void Device::run_experts(const std::vector<ExpertRun>& runs, Scratch& space) {
-  std::vector<InnerTask> inner_tasks;
-  std::vector<Inner> inners;
+// `brief`: memory that need not outlive this call.
+void Device::run_gates(std::span<const ExpertRun> runs, std::vector<Inner>& inners, Scratch& space, Scratch& brief) {
+  std::vector<InnerTask> tasks;
+  const std::size_t start = inners.size();
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const ExpertRun& run = runs[i];
     const std::int64_t inner = run.down.cols;
     const bool narrow = narrows(run.down.format.kind);
     QuantizeInputs codes = narrow ? inputs_for(run.down, run.rows, space, nullptr, inner) : QuantizeInputs{};
     const bool direct = narrow && codes.group <= kActivationGroup;
-    float* values = direct ? nullptr : space.take<float>(run.rows * inner);
+    float* values = direct ? nullptr : (narrow ? brief : space).take<float>(run.rows * inner);
     codes.x = values;
     inners.push_back({values, codes});
     for (std::int64_t row = 0; row < run.rows; row += kMaxIntRows) {
       for (std::int64_t first = 0; first < inner; first += kActivationGroup) {
-        inner_tasks.push_back({i, row, std::min(kMaxIntRows, run.rows - row), first,
-                               std::min(inner, first + kActivationGroup)});
+        tasks.push_back({i, row, std::min(kMaxIntRows, run.rows - row), first,
+                         std::min(inner, first + kActivationGroup)});
       }
     }
   }
-  parallel_for(pool_, static_cast<std::int64_t>(inner_tasks.size()), [&](std::int64_t i) {
-    const InnerTask& task = inner_tasks[static_cast<std::size_t>(i)];
-    run_inner(runs[task.run], task, inners[task.run]);
+  parallel_for(pool_, static_cast<std::int64_t>(tasks.size()), [&](std::int64_t i) {
+    const InnerTask& task = tasks[static_cast<std::size_t>(i)];
+    run_inner(runs[task.run], task, inners[start + task.run]);
   });
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const auto& [values, codes] = inners[start + i];
+    if (!values || !codes.codes) continue;
+    over_rows(runs[i].rows, runs[i].down.cols,
+              [&](std::int64_t begin, std::int64_t end) { table_.quantize_inputs(codes, begin, end); });
+  }
+}
+
+void Device::run_downs(std::span<const ExpertRun> runs, const std::vector<Inner>& inners, const Panels& panels) {
   std::vector<GemmTask> tasks;
   std::int64_t cost = 0;
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const ExpertRun& run = runs[i];
     const auto& [values, d] = inners[i];
-    if (values && d.codes) {
-      over_rows(run.rows, run.down.cols,
-                [&](std::int64_t begin, std::int64_t end) { table_.quantize_inputs(d, begin, end); });
-    }
-    split({values, run.down.cols, run.down, nullptr, run.out, run.down.rows, run.rows},
-          {d.codes, d.scales, d.sums, d.stride, d.group, d.groups}, tasks);
-    cost += run.rows * run.down.rows * run.down.cols;
+    split({values, run.down.cols, run.down, nullptr, run.out, run.out_stride, run.rows},
+          {d.codes, d.scales, d.sums, d.stride, d.group, d.groups}, panels, tasks);
+    cost += run.rows * (panels.last - panels.first) * kPanel * run.down.cols;
   }
   run_tasks(tasks, cost);
 }
@@ -165,10 +170,12 @@ void Device::experts(const float* x, const std::int64_t* counts, const Bank& gat
   for (std::int64_t e = 0; e < gate_up.count(); ++e) {
     if (counts[e] == 0) continue;
     runs.push_back({gate_up.matrix(e), down.matrix(e), x + row * gate_up.cols(),
-                    rows_from(q, row, gate_up.shape().groups), out + row * down.rows(), counts[e]});
+                    rows_from(q, row, gate_up.shape().groups), out + row * down.rows(), down.rows(), counts[e]});
     row += counts[e];
   }
-  run_experts(runs, space);
+  std::vector<Inner> inners;
+  run_gates(runs, inners, space, space);
+  run_downs(runs, inners, {0, panels_of(down.shape())});
 }
 
 void Device::gated(const float* x, std::int64_t rows, const Bank& gate_up, float* out) {
@@ -176,7 +183,7 @@ void Device::gated(const float* x, std::int64_t rows, const Bank& gate_up, float
   const std::int64_t inner = gate_up.rows() / 2;
   Matrix width{};  // only its columns are read: no product follows here
   width.cols = inner;
-  const ExpertRun run{gate_up.matrix(0), width, x, quantize(x, gate_up.cols(), rows, gate_up.shape(), space), nullptr, rows};
+  const ExpertRun run{gate_up.matrix(0), width, x, quantize(x, gate_up.cols(), rows, gate_up.shape(), space), nullptr, 0, rows};
   const std::int64_t blocks = (inner + kActivationGroup - 1) / kActivationGroup;
   const std::int64_t turns = (rows + kMaxIntRows - 1) / kMaxIntRows;
   parallel_for(pool_, turns * blocks, [&](std::int64_t i) {

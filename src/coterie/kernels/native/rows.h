@@ -129,7 +129,7 @@ static void combine(const CombineArgs& args, std::int64_t begin, std::int64_t en
         total = fma(splat(weights[k]), load_n(args.rows + position[k] * args.width + i, n), total);
       }
       if (args.shared) total = total + load_n(args.shared + row * args.width + i, n);
-      store_n(args.out + row * args.width + i, total, n);
+      store_n(args.out + row * args.out_stride + i, total, n);
     });
   }
 }
