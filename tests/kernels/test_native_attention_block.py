@@ -103,6 +103,23 @@ def test_with_cache(isa: str, case: str, kind: CacheKind) -> None:
         np.testing.assert_array_equal(caches[0][stream.name], caches[1][stream.name])
 
 
+@pytest.mark.parametrize("cached", [False, True], ids=["packed", "cached"])
+@pytest.mark.parametrize("case", ["mla", "gqa"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_steps_longer_than_a_part(isa: str, case: str, *, cached: bool) -> None:
+    """A block takes its rows in parts; sequences that lie across their borders see all the keys they would."""
+    kernels, lengths, spec = NativeKernels(2, isa), (500, 33, 511, 1), spec_of(case)
+    layout, total = PagedSequences(lengths, 16), sum(lengths)
+    packed = ForwardBatch.packed(np.zeros(total, np.int32), np.array(lengths))
+    whole = layout.batch([(i, 0, length) for i, length in enumerate(lengths)])
+    batch, streams, results = kernels.prepare(whole if cached else packed), spec.cache_streams, []
+    for fused in (False, True):
+        cache = {s.name: kernels.allocate_cache(layout.num_slots, s, "bf16") for s in streams} if cached else {}
+        out, rows = drive(attention(kernels, case, fused=fused).stages(entry(total), batch, cache))
+        results.append([array.tobytes() for array in (out, rows, *cache.values())])
+    assert results[0] == results[1]
+
+
 def test_zero_rows() -> None:
     kernels = NativeKernels(2)
     batch = kernels.prepare(ForwardBatch.packed(np.zeros(0, np.int32), np.zeros(0, np.int32)))

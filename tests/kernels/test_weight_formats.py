@@ -193,6 +193,38 @@ def test_fused_experts_are_the_single_ops(format: WeightFormat, isa: str) -> Non
             check_against_float64(kernels, x, routed, banks[0], plain, format)
 
 
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("format", [F32, WeightFormat("int8", 0), WeightFormat("int8", 128)], ids=["f32", "row", "128"])
+def test_long_steps_through_fused_experts_are_the_single_ops(format: WeightFormat, isa: str) -> None:
+    """So many rows that they are gathered in parts and their outputs are summed some columns after the others."""
+    hidden, inner, count, k, tokens = 450, 40, 5, 3, 2500
+    kernels, draw = NativeKernels(2, isa), np.random.default_rng(8)
+    banks = []
+    for number in (count, 1):
+        both = kernels.allocate(number, MatrixSpec(2 * inner, hidden, format, 2), MatrixSpec(hidden, inner, format))
+        for bank, index in itertools.product(both, range(number)):
+            kernels.fill(bank, index, 0, normal(index, bank.rows, bank.cols, scale=0.1))
+        banks.append(both)
+    ids = np.argsort(draw.random((tokens, count)), axis=1)[:, :k].astype(np.int32)
+    x, weights = normal(7, tokens, hidden), draw.random((tokens, k)).astype(np.float32)
+    got, _ = kernels.moe(x, Routed(ids, weights), ExpertBanks(*banks[0]), ExpertBanks(*banks[1]))
+    order = kernels.sort_by_expert(ids, count)
+    rows = kernels.experts(kernels.gather(x, order), order.counts, *banks[0])
+    shared = kernels.experts(x, np.array([tokens]), *banks[1])
+    assert got.tobytes() == kernels.combine(rows, order.position, weights, shared).tobytes()
+
+
+@pytest.mark.parametrize("name", ["routed", "shared"])
+def test_down_in_segments_is_refused(name: str) -> None:
+    kernels, x = NativeKernels(1), normal(1, 2, 64)
+    up, whole, cut = MatrixSpec(2 * 32, 64, F32, 2), MatrixSpec(64, 32, F32), MatrixSpec(64, 32, F32, 2)
+    routed = kernels.allocate(1, up, cut if name == "routed" else whole)
+    shared = kernels.allocate(1, up, cut if name == "shared" else whole)
+    with pytest.raises(ValueError, match="down must be allocated with 1 segment"):
+        kernels.moe(x, Routed(np.zeros((2, 1), np.int32), np.ones((2, 1), np.float32)), ExpertBanks(*routed),
+                    ExpertBanks(*shared))  # fmt: skip
+
+
 def check_against_float64(kernels: NativeKernels, x, routed: Routed, banks, got, format: WeightFormat) -> None:
     wanted = np.zeros_like(got, np.float64)
     for token, (ids, weights) in enumerate(zip(routed.expert_ids, routed.expert_weights, strict=True)):
