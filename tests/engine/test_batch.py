@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coterie.engine.batch import logit_owners, make_batch
+from coterie.engine.batch import from_words, logit_owners, make_batch, num_words, to_words
 from coterie.engine.messages import SamplingParams
 from coterie.engine.request import Request, Schedule, ScheduledRequest
+from coterie.kernels.batch import ForwardBatch
 
 
 def request(name: str, tokens: range, blocks: list[int], *, prompt: int | None = None, scored: bool = False) -> Request:
@@ -56,6 +57,23 @@ def test_an_empty_schedule_is_a_batch_of_no_rows() -> None:
     assert batch.block_tables is not None and batch.block_tables.shape == (0, 0)
     assert batch.slot_mapping is not None and len(batch.slot_mapping) == len(batch.logit_rows) == 0
     assert logit_owners(Schedule(())) == []
+
+
+def test_a_batch_travels_as_one_vector() -> None:
+    entries = (
+        ScheduledRequest(request("a", range(9), [3, 1, 7]), 5, 4, samples=True),
+        ScheduledRequest(request("b", range(6), [4, 5]), 0, 3, samples=False),
+        ScheduledRequest(request("c", range(6), [2, 0]), 5, 1, samples=True),
+    )
+    for schedule in (Schedule(entries), Schedule(entries[1:2]), Schedule(())):
+        batch = make_batch(schedule, 4)
+        words = to_words(batch)
+        assert words.dtype == np.int64 and len(words) == num_words(batch)
+        again = from_words(words)
+        for name in ForwardBatch.__dataclass_fields__:
+            before, after = getattr(batch, name), getattr(again, name)
+            assert getattr(before, "dtype", None) == getattr(after, "dtype", None), name
+            np.testing.assert_array_equal(after, before)
 
 
 def test_a_row_without_block_is_our_mistake() -> None:

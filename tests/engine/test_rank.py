@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from thread_ranks import Meeting, ThreadRank, ThreadTransport
 
+from coterie.comm.transport import TransportError
 from coterie.engine.build import EngineInfo, Share, build_engine, open_model
 from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
@@ -24,6 +25,7 @@ from coterie.model.shard import ExpertShard
 from coterie.model.shipped import shipped_model_path
 from coterie.spec.parallel import ParallelConfig
 from coterie.spec.repair import Table, cover, slots_of, without
+from coterie.spec.tensor_split import UNDIVIDED, TensorSplit
 
 CONFIG = EngineConfig(threads=1, kv_cache_tokens=2048, max_model_len=512, chunked_prefill_size=16, page_size=16)
 PROMPTS = [[number * 7 % 4000 + 1 for number in range(start, start + 5 + 9 * start)] for start in range(5)]
@@ -52,9 +54,13 @@ class Ranks:
     """Loaded ranks in threads, formed into generations."""
 
     def __init__(
-        self, size: int, redundant: int | None = None, rebalance: RebalancePolicy = RebalancePolicy()  # noqa: B008
+        self,
+        size: int,
+        redundant: int | None = None,
+        rebalance: RebalancePolicy = RebalancePolicy(),  # noqa: B008
+        tp: int = 1,
     ) -> None:
-        self.layout = ParallelConfig(ep=size, redundant_experts=redundant)
+        self.layout = ParallelConfig(ep=size, redundant_experts=redundant, tp=tp)
         self.placement = self.layout.placement(SPEC)
         self.table: Table = self.placement.slot_to_expert
         self.meetings: dict[tuple[int, str], Meeting] = {}
@@ -64,8 +70,8 @@ class Ranks:
         self.generation = self.wake = 0
         for number in range(size):
             shard = ExpertShard.of(self.placement, SPEC, number)
-            core, info = load(shard)
-            seat = Seat(number, "", 0, dict(shard.experts), 1 << 40, rebalance=rebalance)
+            seat = Seat(number, "", 0, dict(shard.experts), 1 << 40, rebalance=rebalance, tensor=tp)
+            core, info = load(shard, seat.split)
             self.ranks.append(Rank(core, info, seat, self.meeter(number)))
             self.threads.append(ThreadRank(core, self.ranks[-1].leave))
 
@@ -115,8 +121,8 @@ class Ranks:
             self.threads[member].core.check_integrity()
 
 
-def load(shard: ExpertShard) -> tuple[EngineCore, EngineInfo]:
-    return build_engine(shipped_model_path(), CONFIG, share=Share(shard, 1 << 40))
+def load(shard: ExpertShard, split: TensorSplit = UNDIVIDED) -> tuple[EngineCore, EngineInfo]:
+    return build_engine(shipped_model_path(), CONFIG, share=Share(shard, 1 << 40, split=split))
 
 
 @pytest.mark.parametrize(("size", "redundant"), [(2, None), (3, 4), (4, 12)])
@@ -129,6 +135,48 @@ def test_concurrent_requests_give_the_tokens_of_one_rank(
         ranks.add(index % size, f"p{index}", prompt)
     ranks.drain(range(size))
     assert [ranks.threads[index % size].tokens(f"p{index}") for index in range(len(PROMPTS))] == alone
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (1, 4)])
+def test_the_ranks_of_a_tensor_group_compute_what_the_first_schedules(dp: int, tp: int, alone: list[list[int]]) -> None:
+    """Prompts in chunks beside decode rows; the second generation keeps sequences and caches of the first."""
+    ranks = Ranks(dp * tp, tp=tp)
+    assert ranks.form(range(dp * tp)) == [0] * (dp * tp)
+    for index, prompt in enumerate(PROMPTS):
+        ranks.add(index % dp * tp, f"p{index}", prompt)
+    first = ranks.threads[0]
+    while len(first.tokens("p0")) < 3:
+        pass
+    ranks.ranks[-1].leave()
+    for thread in ranks.threads:
+        thread.join()
+        assert isinstance(thread.ended, Desynchronised)
+    ranks.form(range(dp * tp))
+    ranks.drain(range(dp * tp))
+    assert [ranks.threads[index % dp * tp].tokens(f"p{index}") for index in range(len(PROMPTS))] == alone
+    for number, thread in enumerate(ranks.threads):
+        assert thread.core.stats().generation_tokens == 0 or number % tp == 0
+        assert thread.core.runner.model.spec.layers[0].attention.num_heads == 8 // tp
+
+
+def test_ranks_of_a_tensor_group_need_caches_of_one_size() -> None:
+    ranks = Ranks(2, tp=2)
+    ranks.ranks[1].core.scheduler.pool.num_blocks -= 1
+    errors: list[Exception] = []
+    message = Regroup(1, [0, 1], [0, 0], np.ascontiguousarray(ranks.table, "<i4").tobytes(), 0)
+
+    def join(rank: Rank) -> None:
+        try:
+            rank.join(message)
+        except TransportError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks.ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(errors) == 2 and "ranks differ in the size of their caches (give kv_cache_tokens)" in str(errors[0])
 
 
 def test_a_lost_ranks_experts_and_requests_go_on_elsewhere(alone: list[list[int]]) -> None:

@@ -157,6 +157,56 @@ def test_more_ranks_answer_as_one(layout: dict[str, Any], alone: list[list[int]]
         running.close()
 
 
+@pytest.mark.slow
+def test_two_ranks_share_requests(alone: list[list[int]]) -> None:
+    """tp 2: the first rank schedules and samples, both compute."""
+    running = Running(tp=2)
+    try:
+        assert running.run(together) == alone
+        group = running.stats.group
+        assert group is not None and [bool(rank.generation_tokens) for rank in group.ranks] == [True, False]
+        sampled = running.run(lambda engine: engine.generate(PROMPTS[4], params(temperature=1.0, seed=7, logprobs=2)))
+        assert len(sampled.outputs[0].token_ids) == 16
+    finally:
+        running.close()
+
+
+@pytest.mark.slow
+def test_a_lost_rank_takes_its_tensor_group_with_it(alone: list[list[int]]) -> None:
+    """dp 2 x tp 2 with copies: the other group goes on with the requests of both, until the lost one is back."""
+    running = Running(tp=2, dp=2, redundant_experts=32)
+    try:
+        assert running.run(together) == alone
+        follower = running.launch.processes[3].child
+
+        async def work(engine: AsyncEngine) -> list[list[int]]:
+            asking = asyncio.gather(*(engine.generate(prompt, params(60)) for prompt in PROMPTS))
+            await asyncio.sleep(0.5)
+            follower.kill()
+            return [output.outputs[0].token_ids for output in await asking]
+
+        found = running.run(work)
+        assert [tokens[:16] for tokens in found] == alone
+        group = running.stats.group
+        assert group is not None and group.faults == 1
+
+        async def back(engine: AsyncEngine) -> None:
+            for _ in range(600):
+                await asyncio.sleep(0.1)
+                await engine.generate(PROMPTS[0], params(1))
+                if running.stats.group and running.stats.group.living == 4:
+                    return
+            raise AssertionError("the lost group did not come back")
+
+        running.run(back)
+        assert running.run(together) == alone
+        for seed in range(2):
+            running.run(lambda engine, seed=seed: arrivals(engine, alone, seed, 20))  # type: ignore[misc]
+    finally:
+        running.runner.run(running.engine.shutdown(drain=False))
+        running.runner.close()
+
+
 def test_a_rank_that_cannot_load_ends_all() -> None:
     hello = Hello("/nowhere", CONFIG)
     began = time.monotonic()

@@ -65,6 +65,14 @@ class Meeting:
         with self.changed:
             return self.children.setdefault((name, members), Meeting(len(members)))
 
+    def abort(self) -> None:
+        with self.changed:
+            self.aborted = True
+            self.changed.notify_all()
+            children = list(self.children.values())
+        for child in children:
+            child.abort()
+
 
 class ThreadTransport:
     """One thread's view of a meeting."""
@@ -99,9 +107,7 @@ class ThreadTransport:
         pass
 
     def abort(self) -> None:
-        with self._meeting.changed:
-            self._meeting.aborted = True
-            self._meeting.changed.notify_all()
+        self._meeting.abort()
 
 
 class LockstepRunner(MockRunner):

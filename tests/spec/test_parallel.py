@@ -10,11 +10,22 @@ from coterie.model.shipped import shipped_model_path
 from coterie.spec.errors import SpecError
 from coterie.spec.model import ModelSpec
 from coterie.spec.parallel import ONE_RANK, ParallelConfig
+from coterie.spec.tensor_split import TensorSplit
 
 
 @pytest.mark.parametrize(
     ("given", "ranks"),
-    [({}, 1), ({"ep": 4}, 4), ({"dp": 4}, 4), ({"dp": 2, "ep": 2}, 2), ({"ep": 8, "nodes": 2}, 8), ({"tp": 1}, 1)],
+    [
+        ({}, 1),
+        ({"ep": 4}, 4),
+        ({"dp": 4}, 4),
+        ({"dp": 2, "ep": 2}, 2),
+        ({"ep": 8, "nodes": 2}, 8),
+        ({"tp": 1}, 1),
+        ({"tp": 2}, 2),
+        ({"tp": 2, "dp": 3}, 6),
+        ({"tp": 2, "ep": 4, "nodes": 2}, 4),
+    ],
 )
 def test_the_number_of_ranks_follows(given: dict[str, Any], ranks: int) -> None:
     config = ParallelConfig(**given)
@@ -33,7 +44,9 @@ def test_the_number_of_ranks_follows(given: dict[str, Any], ranks: int) -> None:
         ({"rebalance_moves": 0}, "rebalance_moves at least 1"),
         ({"rebalance_rate": 0.0}, "above 0 MB/s"),
         ({"rebalance_rate": float("nan")}, "above 0 MB/s"),
-        ({"tp": 2}, "tp 2 is not built.*use tp 1"),
+        ({"tp": 2, "ep": 3}, "ep 3 does not divide into groups of tp 2; give a multiple of 2"),
+        ({"tp": 2, "ep": 6, "nodes": 2}, "2 ranks of a tp group must lie on one node.*3 a node.*a multiple of 4 ranks"),
+        ({"tp": 2, "dp": 2, "ep": 2}, "ep 2 does not go with dp 2 and tp 2.*give ep 4, dp 1"),
         ({"dp": 2, "ep": 4}, r"ep 4 does not go with dp 2 and tp 1.*give ep 2, dp 4"),
         ({"ep": 4, "nodes": 3}, "4 ranks do not divide over 3 nodes; valid numbers of nodes: 1, 2, 4"),
         ({"nodes": 2}, "1 ranks do not divide over 2 nodes"),
@@ -51,6 +64,10 @@ def test_placement_of_the_shipped_model() -> None:
     assert ParallelConfig(ep=3).placement(spec).num_slots == 33, "the smallest number that divides"
     assert ParallelConfig(ep=4, redundant_experts=12).placement(spec).slots_per_rank == 11
     assert ONE_RANK.placement(spec).num_slots == 32
+    assert ParallelConfig(tp=4, dp=2).placement(spec).num_ranks == 8
+    assert ParallelConfig(tp=4, dp=2).split(6) == TensorSplit(2, 4)
+    with pytest.raises(SpecError, match=r"tp 3 does not divide the attention heads .*\(8\); tp can be 1, 2, 4, 8$"):
+        ParallelConfig(tp=3).placement(spec)
     with pytest.raises(SpecError, match=r"34 slots for 32 experts on 4 ranks.*multiple of 4.*0, 4, 8"):
         ParallelConfig(ep=4, redundant_experts=2).placement(spec)
 

@@ -13,6 +13,7 @@ from typing import Any
 from coterie.cache.block_pool import BlockPool
 from coterie.cache.streams import PagedCache
 from coterie.comm.local import LocalTransport
+from coterie.comm.tensor_group import TensorGroup
 from coterie.engine.classes import ClassTable
 from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.core import EngineCore
@@ -37,6 +38,7 @@ from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
+from coterie.spec.tensor_split import UNDIVIDED, TensorSplit
 
 Progress = Callable[[int, int], None]
 """Told of bytes loaded and bytes in all."""
@@ -73,7 +75,7 @@ class ModelFiles:
 class EngineInfo:
     """What a front end must know of an engine. `load_lines`: the loader's report. `service`: its service classes.
 
-    `num_ranks`: each of them runs up to `max_running_requests`.
+    `num_ranks`: those that have requests; each of them runs up to `max_running_requests`.
     """
 
     files: ModelFiles
@@ -108,12 +110,13 @@ def open_model(source: ModelSource, *, strict: bool = False) -> ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one of several ranks holds and may take: its experts, bytes of memory for weights and cache, and how many
-    experts may be on their way to it at once (`rebalance`)."""
+    """What one of several ranks holds and may take: its experts, bytes of memory for weights and cache, how many
+    experts may be on their way to it at once (`rebalance`), its place in a tensor-parallel group."""
 
     experts: ExpertShard
     memory: int
     most_moves: int = 0
+    split: TensorSplit = UNDIVIDED
 
 
 def build_engine(
@@ -140,9 +143,14 @@ def build_engine(
         left = min(left, share.memory - sum(need.nbytes for need in loaded.needs))
         if share.most_moves:
             left -= Units.buffer_bytes(loaded.weights, spec, kernels, share.most_moves)
-    resolved = resolve(spec, config, loaded.kind, left)
+    split = UNDIVIDED if share is None else share.split
+    resolved = resolve(split.local(spec), config, loaded.kind, left)
     load = _expert_load(spec, kernels) if record_experts else None
-    runner = _runner(spec, loaded, resolved, config, Runtime(kernels, LocalTransport(), StageTimer(), load))
+    timer, group = StageTimer(), None
+    if split.size > 1:  # a stand-in, until the rank joins its own
+        group = TensorGroup(LocalTransport.group(split.size)[split.rank], kernels, timer)
+    runtime = Runtime(kernels, LocalTransport(), timer, load, group=group)
+    runner = _runner(spec, loaded, resolved, config, runtime)
     limits = SchedulerLimits(
         token_budget=config.chunked_prefill_size,
         max_running=config.max_running_requests,
@@ -180,6 +188,8 @@ def load_share(
 ) -> LoadedWeights:
     """Load a model's weights as `config` says, all of them or a rank's share. Raises `CoterieError`."""
     memory = available_memory() if share is None else share.memory
+    spec = files.spec if share is None else share.split.local(files.spec)
+    shard = None if share is None else share.experts.cut(files.spec, share.split)
 
     def tell(news: LoadProgress) -> None:
         if progress is not None:
@@ -192,11 +202,11 @@ def load_share(
         dtype=config.dtype,
         quant=config.quant,
         load_format=config.load_format,
-        admit=lambda needs: check_weights_fit(needs, files.spec, config, memory),
+        admit=lambda needs: check_weights_fit(needs, spec, config, memory),
         progress=tell,
         seed=config.seed,
         strict=config.strict,
-        shard=None if share is None else share.experts,
+        shard=shard,
     )
 
 
@@ -204,7 +214,7 @@ def _runner(
     spec: ModelSpec, loaded: LoadedWeights, resolved: Resolved, config: EngineConfig, runtime: Runtime
 ) -> ModelRunner:
     model = Transformer(spec, loaded.weights, runtime, resolved.max_model_len)
-    cache = PagedCache(spec, resolved.num_blocks, config.page_size, resolved.cache_kind, runtime.kernels)
+    cache = PagedCache(model.spec, resolved.num_blocks, config.page_size, resolved.cache_kind, runtime.kernels)
     return ModelRunner(model, cache, runtime.kernels)
 
 

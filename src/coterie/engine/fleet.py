@@ -85,13 +85,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """`slots`: the initial table of experts. `restart` None: lost ranks stay lost."""
+    """`slots`: the initial table of experts. `restart` None: lost ranks stay lost. `tensor`: so many consecutive ranks
+    share requests; the first has them, and they are lost together."""
 
     slots: Table
     num_experts: int
     page_size: int
     token_budget: int
     restart: Restart | None = None
+    tensor: int = 1
 
 
 class Fleet:
@@ -202,7 +204,7 @@ class Fleet:
                     self._die(None)
 
     def _assign(self, sequence: OpenSequence) -> None:
-        rank = self._book.choose(sequence, [place.number for place in self._members])
+        rank = self._book.choose(sequence, [place.number for place in self._members if self._schedules(place)])
         self._tell(self._places[rank], sequence.resumed())
         self._wake_all()
 
@@ -265,13 +267,24 @@ class Fleet:
 
     # Generations
 
+    def _mates(self, place: Place) -> list[Place]:
+        """The ranks that share requests with one, itself among them."""
+        first = place.number // self._plan.tensor * self._plan.tensor
+        return self._places[first : first + self._plan.tensor]
+
+    def _schedules(self, place: Place) -> bool:
+        """Whether a rank has requests of its own."""
+        return place.number % self._plan.tensor == 0
+
     @property
     def _members(self) -> list[Place]:
         return [place for place in self._places if place.state == "member"]
 
     def _form(self, why: Literal["start", "fault", "join"]) -> None:
-        """Make the next generation of all loaded ranks, if they have slots enough."""
-        loaded = [place for place in self._places if place.state in ("ready", "member")]
+        """Make the next generation of all loaded ranks (whole tensor-parallel groups), if they have slots enough."""
+        loaded = [
+            place for place in self._places if all(mate.state in ("ready", "member") for mate in self._mates(place))
+        ]
         numbers, total = [place.number for place in loaded], len(self._places)
         self._reform_at = None
         self._reforms += why == "fault"
@@ -325,16 +338,19 @@ class Fleet:
     # Losses
 
     def _lose(self, place: Place, how: str) -> None:
-        """A rank is gone, or is made to be gone."""
-        was_member, silent = place.state == "member", time.monotonic() - place.heard
+        """A rank is gone, or is made to be gone, and with it those that share its requests."""
+        silent = time.monotonic() - place.heard
+        gone = [mate for mate in self._mates(place) if mate is place or mate.state in ("ready", "member")]
+        was_member = any(mate.state == "member" for mate in gone)
         cause = f"rank {place.number} on node {place.node} was lost: {how}"
         _log.error("%s", cause)
-        self._end(place)
-        place.state = "lost"
-        self._totals.lose(place.stats)
-        place.stats = None
-        self._table = without(self._table, len(self._places), place.number)
-        given_up, going_on = self._book.lose(place.number)
+        for mate in gone:
+            self._end(mate)
+            mate.state = "lost"
+            self._totals.lose(mate.stats if self._schedules(mate) else None)
+            mate.stats = None
+            self._table = without(self._table, len(self._places), mate.number)
+        given_up, going_on = self._book.lose(self._mates(place)[0].number)
         if was_member:
             self._cause = cause
             self._suspend(cause)
@@ -342,7 +358,8 @@ class Fleet:
             self._count(faults=self._group.faults + 1, detect_seconds=silent, living=len(self._members))
         self._count(retried=self._group.retried + len(going_on))
         self._fail(given_up, f"{cause}, the second rank that this request has lost")
-        self._restart(place)
+        for mate in gone:
+            self._restart(mate)
         if self._draining and not self._members:
             self._die(None if not self._book.open else cause)
         elif was_member or self._unavailable is not None:
@@ -376,7 +393,8 @@ class Fleet:
         _log.info("rank %d is back and joins", place.number)
         self._table = with_again(self._table, self._plan.slots, len(self._places), place.number)
         self._listen(place)
-        self._form("join")
+        if all(mate.state in ("ready", "member") for mate in self._mates(place)):
+            self._form("join")
 
     def _not_back(self, place: Place, reason: str) -> None:
         _log.error("rank %d could not be started again: %s", place.number, reason)
@@ -444,7 +462,7 @@ class Fleet:
         self._group = GroupStats(**values)
 
     def _publish(self) -> None:
-        living = [place.stats for place in self._places if place.stats is not None]
+        living = [place.stats for place in self._places if place.stats is not None and self._schedules(place)]
         if living:
             self._count(ranks=tuple(_rank_stats(place) for place in self._places))
             self._deliver([self._totals.of(living, self._group)])

@@ -65,7 +65,8 @@ class Launch:
         report = (*self._choices(), *(Choice(*line) for line in ready[0].report))
         lines = tuple(f"rank {rank}: {line}" for rank, one in enumerate(ready) for line in one.load_lines[:1])
         lines += tuple(ready[0].load_lines[1:])
-        return EngineInfo(self._files, self._config, self._length, report, lines, self._service, ranks)
+        groups = ranks // self._parallel.tp
+        return EngineInfo(self._files, self._config, self._length, report, lines, self._service, groups)
 
     def start(self, deliver: Deliver, closed: Closed) -> EngineLink:
         """Let the loaded ranks meet and serve. Raises CoterieError; then none is left."""
@@ -77,6 +78,7 @@ class Launch:
             page_size=self._config.page_size,
             token_budget=self._config.chunked_prefill_size,
             restart=self._restart if self._parallel.restart_ranks else None,
+            tensor=self._parallel.tp,
         )
         fleet = Fleet(plan, places, deliver, closed)
         fleet.start()
@@ -95,12 +97,15 @@ class Launch:
             rebalance=RebalancePolicy(
                 self._parallel.rebalance_steps, self._parallel.rebalance_moves, 1e6 * self._parallel.rebalance_rate
             ),
+            tensor=self._parallel.tp,
         )
         return Hello(self._path, replace(config or self._config, threads=self._threads), self._service, seat)
 
     def _restart(self, rank: int) -> StartedProcess:
         """A lost rank once more, with the context that the others have."""
         config = replace(self._config, max_model_len=self._length)
+        if self._parallel.tp > 1:  # the ranks of a group need caches of one size
+            config = replace(config, kv_cache_tokens=self.processes[rank].ready.kv_cache_tokens)
         wire, child = spawn(self._hello(rank, config, min(self._memory, available_memory())))
         process = wait_ready(wire, child)
         first, own = self.processes[0].ready.fingerprint, process.ready.fingerprint
@@ -115,10 +120,11 @@ class Launch:
     def _choices(self) -> tuple[Choice, ...]:
         parallel, placement = self._parallel, self._placement
         copies = placement.num_slots - placement.num_experts
-        spare = copies // placement.slots_per_rank
+        spare = copies // placement.slots_per_rank // parallel.tp * parallel.tp
         survive = f"up to {spare} may be lost" if spare else "none may be lost: there are too few redundant experts"
         return (
             Choice("ranks", str(parallel.num_ranks), f"on {parallel.nodes} node(s), {self._threads} thread(s) each"),
+            Choice("tensor parallel", str(parallel.tp), f"{parallel.num_ranks // parallel.tp} group(s) share requests"),
             Choice("expert slots", str(placement.num_slots), f"{placement.slots_per_rank} a rank; {survive}"),
         )
 

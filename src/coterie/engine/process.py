@@ -54,6 +54,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     report: list[tuple[str, str, str]]
     load_lines: list[str]
     fingerprint: Fingerprint | None = None
+    kv_cache_tokens: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -129,7 +130,7 @@ def wait_ready(
 def seat_share(seat: Seat) -> Share:
     """What a seat says of the model."""
     moves = seat.rebalance.moves if seat.rebalance.steps else 0
-    return Share(ExpertShard(seat.experts), seat.memory, moves)
+    return Share(ExpertShard(seat.experts), seat.memory, moves, seat.split)
 
 
 def main(descriptor: int) -> None:
@@ -159,7 +160,8 @@ def main(descriptor: int) -> None:
         wire.send(Failed(str(error)))
         return
     report = [(choice.what, choice.value, choice.reason) for choice in info.report]
-    wire.send(Ready(info.max_model_len, report, list(info.load_lines), mark))
+    capacity = core.scheduler.pool.num_blocks * hello.config.page_size
+    wire.send(Ready(info.max_model_len, report, list(info.load_lines), mark, capacity))
     if seat is None:
         serve_wire(core, wire, engine_messages(messages))
     else:

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from coterie.comm.probe import Traffic, open_exchange
+from coterie.comm.tensor_group import TensorGroup
 from coterie.comm.transport import RankLost, Transport, TransportError, check_agreement
 from coterie.engine.build import EngineInfo, Share, load_share
 from coterie.engine.core import EngineCore
@@ -37,6 +38,7 @@ from coterie.model.transformer import Transformer
 from coterie.observe.expert_load import ExpertLoad
 from coterie.spec.errors import CoterieError
 from coterie.spec.placement import ExpertPlacement
+from coterie.spec.tensor_split import TensorSplit
 
 BEAT_SECONDS = 0.5
 """Between two signs of life."""
@@ -57,6 +59,7 @@ class Seat(msgspec.Struct, frozen=True):
     """A rank's place: its number, where the ranks meet, its experts at first (by unit), the memory it may take.
 
     `interface`: of the network, None finds the one by which the store is reached. `overlap`: two micro-batches a step.
+    `tensor`: so many consecutive ranks share requests, of which the first has and schedules them.
     """
 
     number: int
@@ -67,6 +70,11 @@ class Seat(msgspec.Struct, frozen=True):
     interface: str | None = None
     overlap: OverlapMode = "off"
     rebalance: RebalancePolicy = RebalancePolicy()
+    tensor: int = 1
+
+    @property
+    def split(self) -> TensorSplit:
+        return TensorSplit(self.number % self.tensor, self.tensor)
 
 
 class Rank:
@@ -100,17 +108,32 @@ class Rank:
         loaded = self._load(ExpertShard.of(placement, self._info.files.spec, place))
         model = self.core.runner.model
         exchange, self.choices = drive(open_exchange(serve, placement, self._traffic()))
-        runtime = replace(model.runtime, transport=serve, exchange=exchange)
+        tensor = self._tensor_group(serve, place)
+        runtime = replace(model.runtime, transport=serve, exchange=exchange, group=tensor)
         if weights is not None and self._moving is not None:
             units, load = self._moving
             runtime = replace(runtime, load=load)
             self.rebalancer = Rebalancer(self._seat.rebalance, weights, exchange, units, load)
-        self.core.runner.model = Transformer(model.spec, model.weights, runtime, self._info.max_model_len)
+        spec = self._info.files.spec
+        self.core.runner.model = Transformer(spec, model.weights, runtime, self._info.max_model_len)
+        serve.set_timeout(STEP_SECONDS)  # of its groups too, which were made since
         check_agreement(control, "the placement of experts", placement.digest())
         self._generation = regroup.generation
         for transport in before:  # only now: members that left together may have been slower to leave
             transport.abort()
-        return Group(control, regroup.generation, OverlapChooser(self._seat.overlap)), loaded
+        overlap = OverlapChooser(self._seat.overlap)
+        return Group(control, regroup.generation, overlap, None if tensor is None else tensor.transport), loaded
+
+    def _tensor_group(self, serve: Transport, place: int) -> TensorGroup | None:
+        """Meet the ranks that share requests with this one. Raises CoterieError if their caches differ in size."""
+        size, model = self._seat.tensor, self.core.runner.model
+        if size == 1:
+            return None
+        first = place // size * size
+        transport = serve.subgroup("tensor", range(first, first + size))
+        blocks = self.core.scheduler.pool.num_blocks
+        check_agreement(transport, "the size of their caches (give kv_cache_tokens)", f"{blocks} pages")
+        return TensorGroup(transport, model.runtime.kernels, model.runtime.timer)
 
     @property
     def number(self) -> int:

@@ -6,6 +6,8 @@ prepared; where that has become impossible it raises Desynchronised, and the pee
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,7 +16,7 @@ from coterie.comm.transport import RankLost, TransportError
 from coterie.engine.errors import Desynchronised
 from coterie.kernels.api import Array, Kernels, Prepared
 from coterie.kernels.batch import ForwardBatch
-from coterie.model.overlap import drive, interleave
+from coterie.model.overlap import Stages, drive, interleave
 from coterie.model.transformer import Transformer
 from coterie.observe.stages import StageTimer
 
@@ -43,7 +45,8 @@ class ModelRunner:
         if not len(batch.logit_rows):
             return np.zeros((0, self.model.spec.vocab_size), np.float32)
         wanted = [hidden[part.logit_rows] for hidden, part in zip(halves, prepared, strict=True)]
-        logits = self.model.logits(wanted[0] if len(wanted) == 1 else self._kernels.concat(wanted))
+        rows = wanted[0] if len(wanted) == 1 else self._kernels.concat(wanted)
+        logits = self._together(self.model.head_stages(rows))
         return np.asarray(self._kernels.to_host(logits), np.float32)
 
     @property
@@ -54,12 +57,16 @@ class ModelRunner:
     def _forward(self, parts: list[Prepared]) -> list[Array]:
         """Final hidden states of each micro-batch."""
         stages = [self.model.stages(part, self.cache.layers) for part in parts]
+        halves: list[Array] = self._together(interleave(stages, self.timer.enter))
+        return halves
+
+    def _together(self, stages: Stages) -> Any:
+        """Run stages in which other ranks may take part."""
         try:
-            halves: list[Array] = drive(interleave(stages, self.timer.enter))
+            return drive(stages)
         except Exception as error:
             if not self.is_in_lockstep:
                 raise
             own = not isinstance(error, TransportError)
             missing = error.missing if isinstance(error, RankLost) else ()
             raise Desynchronised(f"{type(error).__name__}: {error}", own=own, missing=missing) from error
-        return halves

@@ -23,6 +23,7 @@ from coterie.engine.group import Entry, Group
 from coterie.engine.messages import Abort, Add, Drain, FromEngine, Output, Regroup, ToEngine, ToRank, Wake
 from coterie.engine.rebalance import FAILED, Rebalancer
 from coterie.engine.wire import Wire
+from coterie.kernels.batch import ForwardBatch
 from coterie.spec.errors import CoterieError
 
 STATS_SECONDS = 0.05
@@ -62,12 +63,13 @@ class EngineLoop:
         while True:
             self._read()
             plan = self.core.plan(patient=self._patient)
-            table = self.group.exchange(self._entry(plan.num_tokens))
+            table = self.group.exchange(self._entry(plan.batch))
             if table.generation > self.group.generation:
                 return self.take_regroup()
             if table.num_tokens:
                 began = time.monotonic_ns()
-                batch = replace(plan.batch, most_tokens=max(table.tokens_by_rank))
+                shared = self.group.share(plan.batch, table)
+                batch = replace(shared, most_tokens=max(table.tokens_by_rank))
                 self.core.execute(plan._replace(batch=batch), self.group.micro_batches(table))
                 self._step_ns = time.monotonic_ns() - began
                 if self.rebalancer is not None:
@@ -110,15 +112,16 @@ class EngineLoop:
                 self._draining = True
                 self.core.abort_all()
 
-    def _entry(self, num_tokens: int) -> Entry:
+    def _entry(self, batch: ForwardBatch) -> Entry:
         return Entry(
             generation=self.group.generation if self._regroup is None else self._regroup.generation,
             has_work=self.core.has_work or bool(self._refused),
-            num_tokens=num_tokens,
+            num_tokens=batch.num_tokens,
             wake=self.wake,
             drains=self._draining,
             step_ns=self._step_ns,
             moved=0 if self.rebalancer is None else self.rebalancer.progress,
+            words=self.group.num_words(batch),
         )
 
     def _hand_out(self) -> None:

@@ -18,7 +18,7 @@ from coterie.model.names import Part, TensorEntry, WeightLayout
 from coterie.model.safetensors_io import Piece
 from coterie.spec.model import ModelSpec
 from coterie.spec.placement import ExpertPlacement
-from coterie.spec.tensor_split import TensorSplit
+from coterie.spec.tensor_split import UNDIVIDED, TensorSplit
 
 MTP_PREFIX = "mtp."
 """Of the keys of MTP blocks."""
@@ -46,7 +46,7 @@ class ExpertShard:
         rows = placement.slot_to_expert[:, placement.slots_of_rank(rank)].tolist()
         layers = [index for index, _ in spec.moe_layers()]
         experts = {f"layers.{index}.ffn": tuple(row) for index, row in zip(layers, rows, strict=True)}
-        return cls(experts).cut(spec, split or TensorSplit())
+        return cls(experts).cut(spec, split or UNDIVIDED)
 
     def cut(self, spec: ModelSpec, split: TensorSplit) -> ExpertShard:
         """The same with a rank's columns of a tensor-parallel group."""

@@ -1,8 +1,8 @@
 """ParallelConfig: over how many ranks and nodes a model is spread, checked against each other and against the model.
 
-Attention is data-parallel: each rank owns requests and their cache, so `dp` ranks answer different requests. Experts
-lie on all ranks together, so `ep` = `dp` x `tp`; what is left out follows from what is given. Everything that is no
-expert is on every rank. Not here: which expert lies where (`placement`), processes, the forms of the exchange (`comm`).
+`dp` groups of ranks answer different requests; the `tp` ranks of a group share its requests and have heads and columns
+of everything that is no expert. Experts lie on all ranks together, so `ep` = `dp` x `tp`; what is left out follows from
+what is given. Not here: which expert lies where (`placement`), processes, the forms of the exchange (`comm`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 from coterie.spec.errors import SpecError
 from coterie.spec.model import ModelSpec
 from coterie.spec.placement import ExpertPlacement, check_slots, check_topology, smallest_slots
+from coterie.spec.tensor_split import TensorSplit, check_tensor_split
 
 MAX_RANKS = 1024
 
@@ -52,22 +53,29 @@ class ParallelConfig:
                 "rebalance_steps must be at least 0, rebalance_moves at least 1 and rebalance_rate above 0 MB/s, not "
                 f"{self.rebalance_steps}, {self.rebalance_moves} and {self.rebalance_rate:g}"
             )
-        if self.tp > 1:
-            raise SpecError(
-                f"tp {self.tp} is not built: attention is data-parallel, each rank holds it whole; use tp 1, and dp or "
-                "ep for the number of ranks"
-            )
         if self.dp is not None and self.ep is not None and self.ep != self.dp * self.tp:
             raise SpecError(
                 f"ep {self.ep} does not go with dp {self.dp} and tp {self.tp}: experts are spread over all dp x tp = "
                 f"{self.dp * self.tp} ranks; give ep {self.dp * self.tp}, dp {self.ep // self.tp}, or only one of them"
             )
+        if self.num_ranks % self.tp:
+            raise SpecError(f"ep {self.ep} does not divide into groups of tp {self.tp}; give a multiple of {self.tp}")
         check_topology(self.num_ranks, self.nodes)
+        each = self.num_ranks // self.nodes
+        if each % self.tp:
+            raise SpecError(
+                f"the {self.tp} ranks of a tp group must lie on one node, and {self.num_ranks} ranks on {self.nodes} "
+                f"nodes are {each} a node; give fewer nodes, or a multiple of {self.tp * self.nodes} ranks"
+            )
 
     @property
     def num_ranks(self) -> int:
         """Ranks in all."""
         return self.ep or (self.dp or 1) * self.tp
+
+    def split(self, rank: int) -> TensorSplit:
+        """A rank's place in its tensor-parallel group: `tp` consecutive ranks."""
+        return TensorSplit(rank % self.tp, self.tp)
 
     @property
     def is_single(self) -> bool:
@@ -80,6 +88,7 @@ class ParallelConfig:
         if len(counts) != 1:
             what = f"layers of {' and '.join(map(str, counts))} experts" if counts else "no experts"
             raise SpecError(f"{self.num_ranks} ranks share the experts of a model, and this one has {what}; use ep 1")
+        check_tensor_split(spec, self.tp)
         num_experts, redundant = counts[0], self.redundant_experts
         slots = smallest_slots(num_experts, self.num_ranks) if redundant is None else num_experts + redundant
         check_slots(slots, num_experts, self.num_ranks)

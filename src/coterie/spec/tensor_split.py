@@ -68,6 +68,10 @@ class TensorSplit:
         return replace(spec, layers=layers)
 
 
+UNDIVIDED = TensorSplit()
+"""A rank that shares with no other."""
+
+
 def check_tensor_split(spec: ModelSpec, size: int) -> None:
     """Raise SpecError, with the sizes that are possible, if a group of `size` ranks cannot share the model's heads."""
     if _divides(spec, size):
