@@ -19,8 +19,10 @@ from test_ranks import PROMPTS, Running, params, together
 from coterie.engine.errors import EngineDead, EngineRecovering
 from coterie.engine.fleet import BEAT_SECONDS, MOST_MISSES, PATIENCE
 from coterie.engine.frontend import AsyncEngine
+from coterie.engine.launch import Launch
 from coterie.engine.messages import GroupStats
 from coterie.engine.output import RequestOutput
+from coterie.engine.process import StartedProcess
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +102,16 @@ def test_a_lost_rank_costs_no_request(rank: int, how: str, alone: list[list[int]
         running.close()
 
 
-def test_too_few_slots_end_requests_in_time_and_the_rank_comes_back(alone: list[list[int]]) -> None:
+def test_too_few_slots_end_requests_in_time_and_the_rank_comes_back(
+    alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restart = Launch._restart
+
+    def slow(self: Launch, rank: int) -> StartedProcess:
+        time.sleep(4.0)
+        return restart(self, rank)
+
+    monkeypatch.setattr(Launch, "_restart", slow)
     running = Running(ep=2)
 
     async def work(engine: AsyncEngine) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from coterie.engine.config import NO_CLASSES, EngineConfig
 from coterie.engine.frontend import AsyncEngine
 from coterie.engine.launch import Launch, start_all
 from coterie.engine.messages import SamplingParams, Stats
-from coterie.engine.process import Hello
+from coterie.engine.process import Hello, spawn
 from coterie.model.shipped import shipped_model_path
 from coterie.spec.errors import CoterieError
 from coterie.spec.parallel import ParallelConfig
@@ -208,10 +209,10 @@ def test_a_lost_rank_takes_its_tensor_group_with_it(alone: list[list[int]]) -> N
 
 
 def test_a_rank_that_cannot_load_ends_all() -> None:
-    hello = Hello("/nowhere", CONFIG)
+    open_one = partial(spawn, Hello("/nowhere", CONFIG))
     began = time.monotonic()
     with pytest.raises(CoterieError, match=r"rank \d: .*nowhere"):
-        start_all([hello, hello])
+        start_all([open_one, open_one])
     assert time.monotonic() - began < 30
 
 
@@ -233,8 +234,8 @@ def test_ranks_of_different_models_are_refused(tmp_path: Any) -> None:
     launch = Launch(shipped_model_path(), CONFIG, NO_CLASSES, ParallelConfig(ep=2))
     real = launch._hello
 
-    def hello(rank: int) -> Hello:
-        made = real(rank)
+    def hello(rank: int, config: EngineConfig) -> Hello:
+        made = real(rank, config)
         return made if rank == 0 else Hello(str(other), made.config, made.service, made.seat)
 
     launch._hello = hello  # type: ignore[method-assign,assignment]

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from coterie.cli.common import AT_LEAST_ONE, Decorator
+from coterie.engine.remote import World
 from coterie.spec.parallel import ParallelConfig
 
 PARALLEL_OPTIONS: tuple[Decorator, ...] = (
@@ -45,8 +46,13 @@ def parallel_options(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-def parallel_config(values: Mapping[str, Any]) -> ParallelConfig:
-    """Build the ParallelConfig from a command's values."""
+def parallel_config(values: Mapping[str, Any], world: World | None = None) -> ParallelConfig:
+    """Build the ParallelConfig from a command's values; under torchrun its ranks and nodes are the layout."""
+    if world is not None:
+        for name, number in (("ep", world.size), ("dp", world.size), ("nodes", world.num_nodes)):
+            if values[name] not in (None, 1, number):
+                raise click.UsageError(f"torchrun has started {number} for --{name}, not {values[name]}; leave it out")
+        values = {**values, "ep": world.size, "dp": None, "nodes": world.num_nodes}
     return ParallelConfig(
         tp=values["tp"],
         dp=values["dp"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -27,6 +28,8 @@ from coterie.cli.parallel import parallel_config, parallel_options
 from coterie.cli.service import SERVICE_OPTIONS, checked_key, read_keys, service_config
 from coterie.engine.config import NO_CLASSES, ServiceConfig
 from coterie.engine.frontend import AsyncEngine
+from coterie.engine.remote import World, supervise
+from coterie.model.shipped import shipped_model_path
 from coterie.observe.requests import RequestObserver
 from coterie.server.config import (
     Access,
@@ -135,14 +138,18 @@ def serve(**values: Any) -> None:
     coterie serve ./DeepSeek-V2-Lite --port 9000 --max-model-len 8192
     """
     folder, config, service = model_folder(values), engine_config(values), service_config(values)
-    server, parallel = server_config(values, service), parallel_config(values)
+    server, world = server_config(values, service), World.of(os.environ)
+    parallel = parallel_config(values, world)
     log_to_stderr(values["log_level"])
+    if world is not None and world.rank > 0:
+        supervise(world, folder or shipped_model_path())
+        return
     launched: list[AsyncEngine] = []
 
     def launch_model(path: str | None, observer: RequestObserver) -> AsyncEngine:
         with LoadProgress(error_console()) as progress:
             engine = AsyncEngine.launch(
-                path, config, server.served_model_name, progress, service=service, parallel=parallel
+                path, config, server.served_model_name, progress, service=service, parallel=parallel, world=world
             )
         for line in report_lines(engine):
             logger.info(line)

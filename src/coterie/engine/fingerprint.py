@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -32,7 +33,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 def fingerprint(info: EngineInfo) -> Fingerprint:
     """Of a loaded rank."""
-    options = f"{info.config} {info.max_model_len} {info.service} {[c.value for c in info.report if c.what == 'isa']}"
+    isa = [choice.value for choice in info.report if choice.what == "isa"]
+    options = f"{replace(info.config, threads=None)} {info.max_model_len} {info.service} {isa}"
     return Fingerprint(coterie.__version__, _code(), _model(info), _digest([options.encode()]))
 
 

@@ -39,7 +39,7 @@ from coterie.engine.messages import (
     ToRank,
     Wake,
 )
-from coterie.engine.process import StartedProcess
+from coterie.engine.process import Child, StartedProcess
 from coterie.engine.rank import BEAT_SECONDS
 from coterie.engine.worker import Closed, Deliver, EngineLink
 from coterie.spec.errors import CoterieError
@@ -263,7 +263,8 @@ class Fleet:
             if all(other.state != "member" for other in self._places):
                 self._die(None)
             return
-        self._lose(place, f"its process was ended by signal {-code}" if code < 0 else f"ended with exit status {code}")
+        how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit status {code}"
+        self._lose(place, how if code else "its connection ended")
 
     # Generations
 
@@ -485,7 +486,7 @@ def _rank_stats(place: Place) -> RankStats:
     )
 
 
-def _reap(child: subprocess.Popen[bytes]) -> None:
+def _reap(child: Child) -> None:
     try:
         child.wait(5.0)
     except subprocess.TimeoutExpired:

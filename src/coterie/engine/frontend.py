@@ -22,6 +22,7 @@ from coterie.engine.launch import Launch
 from coterie.engine.messages import Drain, FromEngine, SamplingParams, ServiceClass, Stats, ToEngine
 from coterie.engine.output import RequestOutput, RequestTimes
 from coterie.engine.process import Hello, start_process
+from coterie.engine.remote import World
 from coterie.engine.tracker import News, TrackedRequest, Tracker, collect, nobody_waits
 from coterie.engine.worker import Closed, Deliver, EngineLink, start_thread
 from coterie.kernels.select import Choice
@@ -151,16 +152,17 @@ class AsyncEngine:
         service: ServiceConfig = NO_CLASSES,
         own_process: bool = False,
         parallel: ParallelConfig = ONE_RANK,
+        world: World | None = None,
     ) -> AsyncEngine:
         """Load a model (None: the shipped one) and start its engine on a thread, in a process of its own, or in one for
-        each of several ranks.
+        each of several ranks (`world`: which torchrun has started).
 
         Blocks while loading; needs no event loop. Raises `CoterieError`.
         """
         path = model_path if model_path is not None else shipped_model_path()
         name = served_model_name or Path(path).resolve().name
         if not parallel.is_single:
-            launch = Launch(path, config, service, parallel)
+            launch = Launch(path, config, service, parallel, world)
             engine = cls(launch.load(progress), name)
             engine.connect(launch.start(*engine.callbacks()))
         elif own_process:

@@ -1,16 +1,19 @@
-"""Launch: the processes of several ranks on this machine, loaded together, compared, and made one engine.
+"""Launch: the processes of several ranks, loaded together, compared, and made one engine.
 
 Each rank loads its share of the experts and all of the rest; memory and cores are divided evenly. The ranks meet at a
-store that this process hosts, as any rank may be lost. What differs between ranks is refused before they meet.
+store that this process hosts, as any rank may be lost. What differs between ranks is refused before they meet. All are
+children of this process, or under torchrun (`remote`) the first is and the others come by themselves.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,28 +22,38 @@ from coterie.engine.config import EngineConfig, ServiceConfig
 from coterie.engine.fingerprint import check_alike
 from coterie.engine.fleet import Fleet, FleetPlan, Place
 from coterie.engine.memory import available_memory
-from coterie.engine.process import Hello, StartedProcess, spawn, wait_ready
+from coterie.engine.process import Child, FromChild, Hello, StartedProcess, spawn, wait_ready
 from coterie.engine.rank import Seat
 from coterie.engine.rebalance import RebalancePolicy
+from coterie.engine.remote import FrontDoor, Join, World
 from coterie.engine.resolve import check_config
+from coterie.engine.wire import Wire
 from coterie.engine.worker import Closed, Deliver, EngineLink
-from coterie.kernels.machine import machine
 from coterie.kernels.select import Choice
 from coterie.model.shard import ExpertShard
 from coterie.spec.errors import CoterieError
 from coterie.spec.parallel import ParallelConfig
+
+Opened = tuple[Wire[Any], Child]
+"""A process that loads."""
 
 
 class Launch:
     """One start of several ranks: `load`, then `start`. `processes`: of the ranks as they were started."""
 
     def __init__(
-        self, path: str | Path, config: EngineConfig, service: ServiceConfig, parallel: ParallelConfig
+        self,
+        path: str | Path,
+        config: EngineConfig,
+        service: ServiceConfig,
+        parallel: ParallelConfig,
+        world: World | None = None,
     ) -> None:
         """Raises CoterieError for a layout that this model or installation cannot have; nothing is started."""
         if importlib.util.find_spec("torch") is None:
             raise CoterieError(f"{parallel.num_ranks} ranks need torch: pip install 'coterie[torch]'")
         self._path, self._config, self._service, self._parallel = str(path), config, service, parallel
+        self._world, self._door = world, None if world is None else FrontDoor(world, FromChild)
         self._files = open_model(path, strict=config.strict)
         check_config(self._files.spec, config)
         self._placement = parallel.placement(self._files.spec)
@@ -50,11 +63,11 @@ class Launch:
         """Start all processes and wait until they are loaded. Raises CoterieError; then none is left."""
         from coterie.comm.torch_dist import StoreHost
 
-        self._store = StoreHost()
+        self._store = StoreHost() if self._world is None else StoreHost(self._world.host)
         ranks = self._parallel.num_ranks
-        self._threads = self._config.threads or max(1, machine().threads // ranks)
-        self._memory = available_memory() // ranks
-        self.processes = start_all([self._hello(rank) for rank in range(ranks)], progress)
+        self._local = ranks if self._world is None else self._world.local_size
+        self._memory = available_memory() // self._local
+        self.processes = start_all([partial(self._open, rank, self._config) for rank in range(ranks)], progress)
         ready = [process.ready for process in self.processes]
         try:
             check_alike({rank: one.fingerprint for rank, one in enumerate(ready) if one.fingerprint is not None})
@@ -84,29 +97,40 @@ class Launch:
         fleet.start()
         return fleet.link
 
-    def _hello(self, rank: int, config: EngineConfig | None = None, memory: int | None = None) -> Hello:
+    def _open(self, rank: int, config: EngineConfig) -> Opened:
+        """A rank's process, told what to load: a child of this one, or one that comes by itself."""
+        if rank == 0 or self._door is None:
+            return spawn(self._hello(rank, config))
+        join, wire, child = self._door.take(rank)
+        hello = self._hello(rank, config, join)
+        wire.send(hello)
+        return wire, child
+
+    def _hello(self, rank: int, config: EngineConfig, join: Join | None = None) -> Hello:
         shard = ExpertShard.of(self._placement, self._files.spec, rank)
         address = self._store.address
+        memory = min(self._memory, available_memory()) if self.processes else self._memory
         seat = Seat(
-            rank,
-            address.host,
-            address.port,
-            dict(shard.experts),
-            memory or self._memory,
+            number=rank,
+            store_host=address.host,
+            store_port=address.port,
+            experts=dict(shard.experts),
+            memory=0 if join is not None else memory,
             overlap=self._parallel.overlap,
             rebalance=RebalancePolicy(
                 self._parallel.rebalance_steps, self._parallel.rebalance_moves, 1e6 * self._parallel.rebalance_rate
             ),
             tensor=self._parallel.tp,
+            local_size=self._local if join is None else join.local_size,
         )
-        return Hello(self._path, replace(config or self._config, threads=self._threads), self._service, seat)
+        return Hello(self._path if join is None else join.model_path, config, self._service, seat)
 
     def _restart(self, rank: int) -> StartedProcess:
         """A lost rank once more, with the context that the others have."""
         config = replace(self._config, max_model_len=self._length)
         if self._parallel.tp > 1:  # the ranks of a group need caches of one size
             config = replace(config, kv_cache_tokens=self.processes[rank].ready.kv_cache_tokens)
-        wire, child = spawn(self._hello(rank, config, min(self._memory, available_memory())))
+        wire, child = self._open(rank, config)
         process = wait_ready(wire, child)
         first, own = self.processes[0].ready.fingerprint, process.ready.fingerprint
         assert first is not None and own is not None
@@ -123,44 +147,47 @@ class Launch:
         spare = copies // placement.slots_per_rank // parallel.tp * parallel.tp
         survive = f"up to {spare} may be lost" if spare else "none may be lost: there are too few redundant experts"
         return (
-            Choice("ranks", str(parallel.num_ranks), f"on {parallel.nodes} node(s), {self._threads} thread(s) each"),
+            Choice("ranks", str(parallel.num_ranks), f"on {parallel.nodes} node(s), each with its part of the cores"),
             Choice("tensor parallel", str(parallel.tp), f"{parallel.num_ranks // parallel.tp} group(s) share requests"),
             Choice("expert slots", str(placement.num_slots), f"{placement.slots_per_rank} a rank; {survive}"),
         )
 
 
-def start_all(hellos: list[Hello], progress: Progress | None = None) -> list[StartedProcess]:
-    """Start a process for each Hello and wait until all are loaded. The first failure ends all, and is raised."""
-    started = [spawn(hello) for hello in hellos]
+def start_all(opens: Sequence[Callable[[], Opened]], progress: Progress | None = None) -> list[StartedProcess]:
+    """Start processes and wait until all are loaded. The first failure ends all, and is raised."""
     done: dict[int, tuple[int, int]] = {}
-    results: dict[int, StartedProcess | Exception] = {}
+    opened: dict[int, Child] = {}
+    results: dict[int, StartedProcess] = {}
+    failures: list[tuple[int, Exception]] = []
 
-    def wait(index: int) -> None:
+    def start(index: int) -> None:
         def tell(now: int, total: int) -> None:
             done[index] = (now, total)
-            if progress is not None and len(done) == len(hellos):
+            if progress is not None and len(done) == len(opens):
                 sizes = list(done.values())
                 progress(sum(size for size, _ in sizes), sum(total for _, total in sizes))
 
         try:
-            results[index] = wait_ready(*started[index], tell)
+            wire, opened[index] = opens[index]()
+            results[index] = wait_ready(wire, opened[index], tell)
         except Exception as error:
-            results.setdefault(index, error)
-            end_all([child for _, child in started])
+            failures.append((index, error))
+            for child in list(opened.values()):
+                child.kill()
 
-    threads = [threading.Thread(target=wait, args=(index,), daemon=True) for index in range(len(hellos))]
+    threads = [threading.Thread(target=start, args=(index,), daemon=True) for index in range(len(opens))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    failures = [(index, one) for index, one in results.items() if isinstance(one, Exception)]
     if failures:
+        end_all(list(opened.values()))
         rank, error = failures[0]
         raise CoterieError(f"rank {rank}: {error}") from error
-    return [one for _, one in sorted(results.items()) if isinstance(one, StartedProcess)]
+    return [results[index] for index in range(len(opens))]
 
 
-def end_all(children: list[subprocess.Popen[bytes]]) -> None:
+def end_all(children: list[Child]) -> None:
     """Kill processes and wait for their end."""
     for child in children:
         child.kill()

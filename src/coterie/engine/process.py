@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,10 +23,13 @@ from coterie.engine.build import Progress, Share, build_engine
 from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.errors import EngineDead
 from coterie.engine.fingerprint import Fingerprint, fingerprint
+from coterie.engine.memory import available_memory
 from coterie.engine.messages import FromRank, Output, Stats, ToEngine, ToRank
 from coterie.engine.rank import Rank, Seat, serve_rank
+from coterie.engine.remote import Join, RemoteChild
 from coterie.engine.wire import Wire
 from coterie.engine.worker import Closed, Deliver, EngineLink, serve_wire
+from coterie.kernels.machine import machine
 from coterie.model.shard import ExpertShard
 from coterie.spec.errors import CoterieError
 
@@ -63,7 +66,9 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-FromChild = Loading | Ready | Failed | FromRank
+Child = subprocess.Popen[bytes] | RemoteChild
+
+FromChild = Loading | Ready | Failed | Join | FromRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class StartedProcess:
 
     ready: Ready
     wire: Wire[FromChild]
-    child: subprocess.Popen[bytes]
+    child: Child
 
     def listen(self, deliver: Deliver, closed: Closed) -> EngineLink:
         """Start reading news on a thread; `closed` is called when the child has ended."""
@@ -112,9 +117,7 @@ def spawn(hello: Hello) -> tuple[Wire[FromChild], subprocess.Popen[bytes]]:
     return wire, child
 
 
-def wait_ready(
-    wire: Wire[FromChild], child: subprocess.Popen[bytes], progress: Progress | None = None
-) -> StartedProcess:
+def wait_ready(wire: Wire[FromChild], child: Child, progress: Progress | None = None) -> StartedProcess:
     """Wait until a child is loaded."""
     for message in wire.receive():
         if isinstance(message, Ready):
@@ -130,7 +133,8 @@ def wait_ready(
 def seat_share(seat: Seat) -> Share:
     """What a seat says of the model."""
     moves = seat.rebalance.moves if seat.rebalance.steps else 0
-    return Share(ExpertShard(seat.experts), seat.memory, moves, seat.split)
+    memory = seat.memory or available_memory() // seat.local_size
+    return Share(ExpertShard(seat.experts), memory, moves, seat.split)
 
 
 def main(descriptor: int) -> None:
@@ -146,11 +150,14 @@ def main(descriptor: int) -> None:
     seat = hello.seat
     if seat is not None:  # takes a second in which nothing else here runs: not once there must be signs of life
         importlib.import_module("coterie.comm.torch_dist")
-    share = None if seat is None else seat_share(seat)
+    config, share = hello.config, None
+    if seat is not None:
+        share = seat_share(seat)
+        config = replace(config, threads=config.threads or max(1, machine().threads // seat.local_size))
     try:
         core, info = build_engine(
             hello.model_path,
-            hello.config,
+            config,
             lambda done, total: wire.send(Loading(done, total)),
             service=hello.service,
             share=share,

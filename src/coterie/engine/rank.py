@@ -29,6 +29,7 @@ from coterie.engine.group import Group
 from coterie.engine.messages import Beat, Fault, Leave, Regroup, Regrouped, ToRank
 from coterie.engine.overlap_choice import OverlapChooser, OverlapMode
 from coterie.engine.rebalance import RebalancePolicy, Rebalancer, Units
+from coterie.engine.remote import is_orphan
 from coterie.engine.wire import Wire
 from coterie.engine.worker import EngineLoop, deliver_to
 from coterie.kernels.select import Choice
@@ -58,7 +59,8 @@ Meet = Callable[[Regroup, Purpose], Transport]
 class Seat(msgspec.Struct, frozen=True):
     """A rank's place: its number, where the ranks meet, its experts at first (by unit), the memory it may take.
 
-    `interface`: of the network, None finds the one by which the store is reached. `overlap`: two micro-batches a step.
+    `memory` 0: an equal part of the machine's among its `local_size` ranks. `interface`: of the network, None finds
+    the one by which the store is reached. `overlap`: two micro-batches a step.
     `tensor`: so many consecutive ranks share requests, of which the first has and schedules them.
     """
 
@@ -71,6 +73,7 @@ class Seat(msgspec.Struct, frozen=True):
     overlap: OverlapMode = "off"
     rebalance: RebalancePolicy = RebalancePolicy()
     tensor: int = 1
+    local_size: int = 1
 
     @property
     def split(self) -> TensorSplit:
@@ -222,8 +225,12 @@ def serve_rank(rank: Rank, wire: Wire[Any], messages: Iterable[ToRank]) -> None:
             _log.error("the front end is gone; this rank ends")
             os._exit(1)  # the engine's thread may be inside an exchange, and nothing here is worth keeping
 
+    parent = os.getppid()
+
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
+            if is_orphan(parent):
+                os._exit(1)
             try:
                 wire.send(Beat(loop.group.step))
             except OSError:
