@@ -167,3 +167,26 @@ def wake_often(address: StoreAddress, rank: int, size: int) -> int:
         transport.all_gather(np.zeros(1, np.int64)).result()
         transport.all_to_all_v(rows, counts, counts).result()
     return transport.exchanges
+
+
+def end_with_exchanges_in_flight(address: StoreAddress, rank: int, size: int) -> float:
+    """Each rank has entered a pair that its neighbour has not; a lost rank ends all, and nobody waits to clean up."""
+    transport = join(address, rank, size, timeout=20.0)
+    pairs = {}
+    for first in range(size - 1):
+        pair = (first, (first + 1) % (size - 1))
+        if rank in pair:
+            pairs[first] = transport.subgroup("pair", pair)
+    transport.all_gather(np.zeros(1, np.int64)).result()
+    if rank == size - 1:
+        os._exit(9)
+    held = [pairs[rank].all_gather(np.zeros(1, np.int64))]
+    start = time.monotonic()
+    try:
+        transport.all_gather(np.zeros(1, np.int64)).result()
+    except RankLost:
+        transport.abort()
+    held.clear()
+    pairs.clear()
+    del transport
+    return time.monotonic() - start

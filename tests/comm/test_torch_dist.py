@@ -63,6 +63,11 @@ def test_abort_ends_a_wait() -> None:
     assert 0.1 < run_ranks(2, rank_work.abort_a_wait)[1] < 1.5
 
 
+def test_nobody_waits_for_exchanges_in_flight_when_a_group_ends() -> None:
+    seconds = run_ranks(4, rank_work.end_with_exchanges_in_flight, missing=(3,))
+    assert all(spent < 8 for spent in seconds[:3]), seconds
+
+
 def test_a_rank_that_never_joins_is_named() -> None:
     outcomes = outcomes_of_ranks(2, rank_work.late, missing=(0,))
     assert outcomes[1] is not None

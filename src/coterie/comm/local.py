@@ -118,7 +118,7 @@ class LocalTransport:
     def __init__(self, rank: int = 0, group: _LocalGroup | None = None) -> None:
         self._group = group or _LocalGroup(1)
         self._sequence = 0
-        self._made: Counter[str] = Counter()
+        self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.rank = rank
         self.size = self._group.size
         self.bytes_to: Int64 = np.zeros(self.size, np.int64)
@@ -152,8 +152,9 @@ class LocalTransport:
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> LocalTransport:
         members = tuple(ranks)
-        self._made[name] += 1  # a second group of one name is another group
-        shared = self._group.subgroups.setdefault((f"{name}.{self._made[name]}", members), _LocalGroup(len(members)))
+        self._made[name, members] += 1  # a second group of one name is another group
+        key = (f"{name}.{self._made[name, members]}", members)
+        shared = self._group.subgroups.setdefault(key, _LocalGroup(len(members)))
         return LocalTransport(members.index(self.rank), shared)
 
     def set_timeout(self, seconds: float) -> None:

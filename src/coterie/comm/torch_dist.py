@@ -8,6 +8,7 @@ the timeout; the error names the ranks that did not answer. Needs the extra [tor
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -164,13 +165,15 @@ class TorchTransport:
         self.exchanges = 0
         self.stamp_ends = False
         self._store, self._host, self._timeout = store, host, spec.timeout
-        self._aborted, self._broken = threading.Event(), False
+        self._aborted = threading.Event()
         self._children: list[TorchTransport] = []
-        self._made: Counter[str] = Counter()
+        self._flying: set[Any] = set()
+        self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._roster = Roster(store, spec.rank, spec.size)
         missing = self._numbers(self._roster.meet(spec.timeout))
         if missing:
             raise RankLost(f"{self._label()}: {_ranks(missing)} did not join within {spec.timeout:g} s", missing)
+        self._group: Any
         self._group, self._device = self._open()
 
     def _numbers(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -196,20 +199,22 @@ class TorchTransport:
         except RuntimeError as error:
             raise TransportError(f"{self._label()}: rank {self.rank} cannot connect: {error}") from error
 
-    def _enter(self) -> timedelta:
-        if self._aborted.is_set() or self._broken:
+    def _enter(self) -> tuple[Any, timedelta]:
+        """The group and the time that an exchange may take."""
+        group = self._group
+        if group is None or self._aborted.is_set():
             raise Aborted(f"{self._label()} has ended; a new generation is needed")
         self.exchanges += 1
-        return timedelta(seconds=self._timeout)
+        return group, timedelta(seconds=self._timeout)
 
     def all_gather(self, values: Int64) -> _TorchHandle:
         options = AllgatherOptions()
-        options.timeout = self._enter()
+        group, options.timeout = self._enter()
         values = np.ascontiguousarray(values, np.int64)
         out = np.empty((self.size, len(values)), np.int64)
         self.bytes_to += values.nbytes
         source, target = self._tensor(values), self._target(out.reshape(-1))
-        work = self._group._allgather_base(target, source, options)
+        work = group._allgather_base(target, source, options)
         return self._handle(work, source, target, out, "all_gather")
 
     def all_to_all_v(
@@ -220,12 +225,12 @@ class TorchTransport:
         if self.spec.verify:
             self._verify(to, came, rows)
         options = dist.AllToAllOptions()
-        options.timeout = self._enter()
+        group, options.timeout = self._enter()
         result = result_array(rows, sum(came), out)
         data = as_bytes(rows)
         self.bytes_to += np.asarray(to, np.int64) * data.shape[1]
         source, target = self._tensor(data), self._target(as_bytes(result))
-        work = self._group.alltoall_base(target, source, came, to, options)
+        work = group.alltoall_base(target, source, came, to, options)
         return self._handle(work, source, target, result, ROWS)
 
     def _verify(self, sent: list[int], received: list[int], rows: NDArray[Any]) -> None:
@@ -250,6 +255,8 @@ class TorchTransport:
     def _handle(
         self, work: Any, source: torch.Tensor, target: torch.Tensor, out: NDArray[Any], what: str
     ) -> _TorchHandle:
+        self._flying.add(work)
+
         def finish() -> NDArray[Any]:
             if self._device.type != "cpu":
                 torch.from_numpy(out.view(np.uint8) if out.dtype != np.int64 else out.reshape(-1)).copy_(target)
@@ -262,10 +269,10 @@ class TorchTransport:
         deadline = time.monotonic() + self._timeout + 1.0
         while True:
             if self._aborted.is_set():
-                self._retire(work)
                 raise Aborted(f"{self._label()}: aborted in {what}")
             try:
                 work.wait(timedelta(seconds=WAKE_SECONDS))
+                self._flying.discard(work)
                 return
             except RuntimeError as error:
                 if not work.is_completed():
@@ -274,15 +281,16 @@ class TorchTransport:
                     self._fail(what, error)
             try:
                 work.wait()  # it may have completed just after that wait had ended
+                self._flying.discard(work)
                 return
             except RuntimeError as error:
                 self._fail(what, error)
 
     def _fail(self, what: str, error: RuntimeError) -> None:
-        self._broken = True
         timed_out = "timed out" in str(error).lower()
         cause = f"timed out after {self._timeout:g} s" if timed_out else "the connection was closed"
         missing = self._roster.call(what)
+        self._let_go()
         if missing is None:
             own = self.numbers[self.rank]
             raise RankLost(
@@ -295,8 +303,8 @@ class TorchTransport:
     def subgroup(self, name: str, ranks: Sequence[int]) -> TorchTransport:
         members = tuple(ranks)
         spec = replace(self.spec, rank=members.index(self.rank), size=len(members))
-        self._made[name] += 1  # a second group of one name is another group
-        key = f"{name}.{self._made[name]}/{'-'.join(map(str, members))}"
+        self._made[name, members] += 1  # a second group of one name is another group
+        key = f"{name}.{self._made[name, members]}/{'-'.join(map(str, members))}"
         store, label = dist.PrefixStore(key, self._store), f"{self.name}/{name}"
         child = TorchTransport(store, spec, label, self._host, self._numbers(members))
         self._children.append(child)
@@ -311,22 +319,23 @@ class TorchTransport:
         for child in self._children:
             child.abort()
         self._aborted.set()
-        self._group.abort()
+        self._let_go()
 
-    def _retire(self, work: Any) -> None:
-        """Keep the group until its abandoned exchange has ended: its destructor would wait for that here."""
-        group = self._group
+    def _let_go(self) -> None:
+        """End the group. Its destructor would wait for exchanges in flight, with the interpreter stopped, until their
+        timeout if a rank is silent: a thread keeps the group until they have ended."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        group.abort()
+        flying, patience = list(self._flying), timedelta(seconds=self._timeout + 1.0)
 
-        def drain() -> None:
-            try:
-                work.wait(timedelta(seconds=self._timeout + 1.0))
-            except RuntimeError:
-                pass
-            finally:
-                del_group = group  # the last reference ends in this thread
-                del del_group
+        def keep(held: Any) -> None:
+            for work in flying:
+                with contextlib.suppress(RuntimeError):
+                    work.wait(patience)
 
-        threading.Thread(target=drain, name="coterie-retired-group", daemon=True).start()
+        threading.Thread(target=keep, args=(group,), name="coterie-ended-group", daemon=True).start()
 
 
 def _ranks(numbers: tuple[int, ...]) -> str:
