@@ -19,7 +19,7 @@ import numpy as np
 from balancer_inputs import FLASHLB, README, drift, eplb, inputs, noisy, routed_tokens
 from numpy.typing import NDArray
 
-from coterie.spec.balance import balance, moves, place
+from coterie.spec.balance import Room, balance, moves, place
 from coterie.spec.placement import EMPTY, ExpertPlacement
 from coterie.spec.split import LayerSplit, SplitPlan
 
@@ -39,15 +39,8 @@ class Cluster:
         return f"{self.slots}/{self.ranks}" + (f" {self.nodes} nodes" if self.groups > 1 else "")
 
     def ours(self, load: Array, current: ExpertPlacement | None = None, budget: int | None = None) -> ExpertPlacement:
-        return place(
-            load,
-            num_slots=self.slots,
-            num_ranks=self.ranks,
-            num_nodes=self.nodes,
-            num_groups=self.groups,
-            current=current,
-            max_moves=budget,
-        )
+        room = Room(num_slots=self.slots, num_ranks=self.ranks, num_nodes=self.nodes, num_groups=self.groups)
+        return place(load, room, current=current, max_moves=budget)
 
     def eplb(self, load: Array) -> NDArray[np.int64]:
         return eplb(load, self.slots, self.groups, self.nodes, self.ranks)

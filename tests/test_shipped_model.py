@@ -96,7 +96,7 @@ def test_it_sees_registers_with_different_experts() -> None:
     path = Path(shipped_model_path())
     spec, kernels = ModelSpec.from_hf(path), NativeKernels()
     routed = dict(spec.moe_layers())
-    weights = load_weights(path, spec, kernels, dtype="auto", load_format="auto").weights
+    weights = load_weights(path, spec, kernels).weights
     use = []
     with LLM(path) as llm:
         texts = [llm.encode(PROSE * 3), llm.encode(CODE * 3)]

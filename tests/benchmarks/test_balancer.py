@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from balancer_inputs import FLASHLB, README, assignments, eplb, inputs
 
-from coterie.spec.balance import moves, place
+from coterie.spec.balance import Room, moves, place
 from coterie.spec.placement import ExpertPlacement
 
 
@@ -67,7 +67,7 @@ def test_the_split_is_near_its_bound_and_one_layer_is_as_good() -> None:
     load = inputs(4)["real"]
     unseen = np.round(benchmark.noisy(load)).astype(np.int64)
     for slots in (288, 320):
-        placed = place(load, num_slots=slots, num_ranks=32, num_nodes=1)
+        placed = place(load, Room(num_slots=slots, num_ranks=32))
         table = placed.slot_to_expert.astype(np.int64)
         best = benchmark.certified_optimum(table, unseen.astype(float), 32)
         plan = benchmark.SplitPlan.of(table, 256, 32).expecting(load)

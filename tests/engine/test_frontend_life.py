@@ -12,6 +12,7 @@ from mock_engine import MockRunner, greedy, make_core, make_engine
 from coterie.engine.config import EngineConfig
 from coterie.engine.errors import EngineDead, InvalidRequest
 from coterie.engine.frontend import AsyncEngine
+from coterie.engine.launch import RunSpec
 from coterie.spec.errors import CoterieError
 
 
@@ -195,7 +196,7 @@ def test_launch_on_a_real_model(tiny_folder: Path, own_process: bool) -> None:
 
     async def main() -> list[int]:
         log = Log()
-        engine = AsyncEngine.launch(str(tiny_folder), config, "tiny", own_process=own_process)
+        engine = AsyncEngine.launch(str(tiny_folder), config, "tiny", RunSpec(own_process=own_process))
         engine.observer = log
         assert (engine.model_name, engine.max_model_len, engine.spec.vocab_size) == ("tiny", 64, 264)
         assert {choice.what for choice in engine.report} >= {"backend", "isa", "threads", "weights", "kv_cache_tokens"}

@@ -27,6 +27,7 @@ from coterie.engine.core import EngineCore
 from coterie.engine.errors import InvalidRequest
 from coterie.engine.frontend import AsyncEngine
 from coterie.engine.grammar import GrammarError, Grammars, Matcher
+from coterie.engine.launch import RunSpec
 from coterie.engine.messages import Drain, Output
 from coterie.engine.tokenizer import Tokenizer
 from coterie.engine.worker import EngineLoop
@@ -399,7 +400,7 @@ def test_in_another_process(tiny_folder: Path) -> None:
         expected = [choice.text for choice in llm.generate("Hello", params)[0].outputs]
 
     async def main() -> list[str]:
-        engine = AsyncEngine.launch(str(tiny_folder), config, own_process=True)
+        engine = AsyncEngine.launch(str(tiny_folder), config, run=RunSpec(own_process=True))
         assert engine.tokenizer is not None
         output = await engine.generate(engine.tokenizer.encode("Hello"), params)
         await engine.shutdown(drain=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from coterie.engine.config import NO_CLASSES, EngineConfig
+from coterie.engine.config import EngineConfig
 from coterie.engine.frontend import AsyncEngine
-from coterie.engine.launch import Launch, start_all
+from coterie.engine.launch import Launch, RunSpec, start_all
 from coterie.engine.messages import SamplingParams, Stats
 from coterie.engine.process import Hello, spawn
 from coterie.model.shipped import shipped_model_path
@@ -51,7 +51,7 @@ class Running:
     """Several ranks behind a front end, on one event loop."""
 
     def __init__(self, **layout: Any) -> None:
-        self.launch = Launch(shipped_model_path(), CONFIG, NO_CLASSES, ParallelConfig(**layout))
+        self.launch = Launch(shipped_model_path(), CONFIG, RunSpec(parallel=ParallelConfig(**layout)))
         self.engine = AsyncEngine(self.launch.load(), "ranks")
         self.engine.connect(self.launch.start(*self.engine.callbacks()))
         self.runner = asyncio.Runner()
@@ -218,7 +218,7 @@ def test_a_rank_that_cannot_load_ends_all() -> None:
 
 def test_layouts_that_cannot_be_are_refused_before_a_process_starts() -> None:
     with pytest.raises(CoterieError, match=r"34 slots for 32 experts on 4 ranks"):
-        AsyncEngine.launch(None, CONFIG, parallel=ParallelConfig(ep=4, redundant_experts=2))
+        AsyncEngine.launch(None, CONFIG, run=RunSpec(parallel=ParallelConfig(ep=4, redundant_experts=2)))
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_ranks_of_different_models_are_refused(tmp_path: Any) -> None:
     with open(other / "model.safetensors", "r+b") as file:
         file.seek(-2, 2)
         file.write(b"\x00\x3f")
-    launch = Launch(shipped_model_path(), CONFIG, NO_CLASSES, ParallelConfig(ep=2))
+    launch = Launch(shipped_model_path(), CONFIG, RunSpec(parallel=ParallelConfig(ep=2)))
     real = launch._hello
 
     def hello(rank: int, config: EngineConfig) -> Hello:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from coterie.kernels.api import Kernels
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
-from coterie.model.loader import load_weights
+from coterie.model.loader import LoadOptions, load_weights
 from coterie.spec import ModelSpec, SpecError
 from coterie.spec.model import MoESpec
 
@@ -233,7 +233,7 @@ def test_a5_the_bias_keeps_its_bits_from_file_to_choice(
 ) -> None:
     folder, bias, gate = banded
     spec, kernels = ModelSpec.from_hf(folder), kernels_of(backend)
-    loaded = load_weights(folder, spec, kernels, dtype=dtype)
+    loaded = load_weights(folder, spec, kernels, LoadOptions(dtype=dtype))
     moe = spec.layers[0].ffn
     assert isinstance(moe, MoESpec)
     x = normal(9, ROWS, HIDDEN)

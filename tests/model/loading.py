@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,23 +19,26 @@ from tiny_checkpoints import (
     tiny_spec,
 )
 
-from coterie.model.loader import LoadedWeights, LoadError, load_weights
+from coterie.model.loader import LoadedWeights, LoadError, LoadOptions, LoadProgress, load_weights
 from coterie.model.names import weight_layout
 from coterie.spec.model import ModelSpec
 
 Tensors = dict[str, torch.Tensor]
 
 
-def load(folder: Path, spec: ModelSpec | None = None, **options: object) -> tuple[LoadedWeights, FakeKernels]:
+def load(
+    folder: Path, spec: ModelSpec | None = None, progress: Callable[[LoadProgress], None] | None = None, **options: Any
+) -> tuple[LoadedWeights, FakeKernels]:
     kernels = FakeKernels()
-    return load_weights(folder, spec or tiny_spec(), kernels, **options), kernels  # type: ignore[arg-type]
+    chosen = LoadOptions(**options)
+    return load_weights(folder, spec or tiny_spec(), kernels, chosen, progress=progress), kernels  # type: ignore[arg-type]
 
 
-def refused(folder: Path, spec: ModelSpec | None = None, **options: object) -> LoadError:
+def refused(folder: Path, spec: ModelSpec | None = None, **options: Any) -> LoadError:
     """The error of a load that must stop before any allocation."""
     kernels = FakeKernels()
     with pytest.raises(LoadError) as caught:
-        load_weights(folder, spec or tiny_spec(), kernels, **options)  # type: ignore[arg-type]
+        load_weights(folder, spec or tiny_spec(), kernels, LoadOptions(**options))  # type: ignore[arg-type]
     assert kernels.allocated == 0
     return caught.value
 

@@ -13,7 +13,7 @@ from coterie.comm.local import LocalTransport
 from coterie.comm.tensor_group import TensorGroup
 from coterie.kernels.api import Kernels
 from coterie.kernels.batch import ForwardBatch
-from coterie.model.loader import load_weights
+from coterie.model.loader import LoadOptions, load_weights
 from coterie.model.overlap import drive_all, interleave
 from coterie.model.shard import ExpertShard
 from coterie.model.transformer import Runtime, Transformer
@@ -115,7 +115,8 @@ class Model:
         for rank, transport in enumerate(world):
             split, timer = TensorSplit(rank % tp, tp), StageTimer()
             shard = ExpertShard.of(placement, self.spec, rank, split) if size > 1 else None
-            weights = load_weights(self.path, self.spec, self.kernels, shard=shard, **self.options).weights
+            options = LoadOptions(shard=shard, **self.options)
+            weights = load_weights(self.path, self.spec, self.kernels, options).weights
             first = rank // tp * tp
             group = None
             if tp > 1:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from tiny_checkpoints import FakeKernels, tiny_spec
 
 from coterie.model.load_report import LoadProgress
-from coterie.model.loader import LoadedWeights, load_weights
+from coterie.model.loader import LoadedWeights, LoadOptions, load_weights
 from coterie.model.names import weight_layout
 from coterie.spec.model import Fp8BlockQuant, ModelSpec
 
 
-def make(spec: ModelSpec, **options: object) -> LoadedWeights:
-    return load_weights(None, spec, FakeKernels(), load_format="dummy", **options)  # type: ignore[arg-type]
+def make(spec: ModelSpec, progress: Callable[[LoadProgress], None] | None = None, **options: object) -> LoadedWeights:
+    return load_weights(None, spec, FakeKernels(), LoadOptions(load_format="dummy", **options), progress=progress)  # type: ignore[arg-type]
 
 
 def flat(loaded: LoadedWeights) -> dict[str, bytes]:
@@ -90,7 +92,7 @@ def test_a_model_of_dummy_weights_gives_finite_logits() -> None:
     torch.set_num_threads(1)
     spec = tiny_spec(layers=(tiny_spec().layers[0], *[tiny_spec().layers[1]] * 11))
     kernels = reference.ReferenceKernels()
-    loaded = load_weights(None, spec, kernels, load_format="dummy")
+    loaded = load_weights(None, spec, kernels, LoadOptions(load_format="dummy"))
     model = Transformer(spec, loaded.weights, Runtime.local(kernels))
     batch = ForwardBatch.packed(np.arange(9), np.array([4, 5]))
     hidden = drive(model.stages(kernels.prepare(batch)))

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from tiny_checkpoints import FakeKernels, hf_tensors, tiny_spec, write_folder
 
-from coterie.model.dummy import DummyOptions, dummy_weights
+from coterie.model.dummy import dummy_weights
 from coterie.model.export import ExportOptions, export_weights
-from coterie.model.loader import load_weights
+from coterie.model.loader import LoadOptions, load_weights
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
 
@@ -66,7 +66,7 @@ def test_without_mtp_and_tied(tmp_path: Path) -> None:
 
 def test_shards_have_an_index_that_the_loader_follows(tmp_path: Path) -> None:
     kernels, spec = FakeKernels(), tiny_spec()
-    made = dummy_weights(spec, kernels, DummyOptions(dtype="float32")).weights  # type: ignore[arg-type]
+    made = dummy_weights(spec, kernels, LoadOptions(dtype="float32")).weights  # type: ignore[arg-type]
     report = export_weights(made, spec, kernels, tmp_path, ExportOptions(dtype="float32", max_shard_bytes=16_000))  # type: ignore[arg-type]
     assert len(report.files) > 2 and sum((tmp_path / file).stat().st_size for file in report.files) == report.nbytes
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

@@ -81,7 +81,7 @@ def test_a_sequence_without_a_cache_is_cut_between_sequences_only() -> None:
 def shipped():
     path = Path(shipped_model_path())
     spec, kernels = ModelSpec.from_hf(path), NativeKernels()
-    weights = load_weights(path, spec, kernels, dtype="auto", load_format="auto").weights
+    weights = load_weights(path, spec, kernels).weights
     return spec, kernels, weights
 
 

@@ -22,7 +22,7 @@ from coterie.kernels import _native
 from coterie.kernels.machine import machine
 from coterie.kernels.native import NativeKernels
 from coterie.model.load_report import LoadProgress
-from coterie.model.loader import LoadError, load_weights
+from coterie.model.loader import LoadError, LoadOptions, load_weights
 from coterie.model.packed_manifest import JOURNAL_NAME, MANIFEST_NAME, Manifest, read_manifest
 from coterie.model.packed_reader import Way, choose_way
 from coterie.model.packed_writer import PackOptions, pack
@@ -74,7 +74,7 @@ def test_the_checksum_is_crc32c() -> None:
 def test_loading_equals_quantising_while_loading(tmp_path: Path, quant: QuantPlan) -> None:
     packed(tmp_path / "out", quant)
     kernels = NativeKernels(2)
-    direct = load_weights(SOURCE, SPEC, kernels, quant=quant)
+    direct = load_weights(SOURCE, SPEC, kernels, LoadOptions(quant=quant))
     ours = load_weights(tmp_path / "out", SPEC, kernels)
     assert ours.weights.keys() == direct.weights.keys()
     assert (ours.kind, ours.needs) == (direct.kind, direct.needs)
@@ -186,7 +186,7 @@ def test_both_ways_of_reading_give_the_same(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("coterie.model.packed_reader.choose_way", lambda *_: Way(direct, "asked for"))
     kernels = NativeKernels(2)
     ours = load_weights(folder, SPEC, kernels).weights["layers.1.ffn.down"]
-    wanted = load_weights(SOURCE, SPEC, kernels, quant=INT8).weights["layers.1.ffn.down"]
+    wanted = load_weights(SOURCE, SPEC, kernels, LoadOptions(quant=INT8)).weights["layers.1.ffn.down"]
     np.testing.assert_array_equal(kernels.units(ours), kernels.units(wanted))
 
 
@@ -368,7 +368,7 @@ def test_a_manifest_that_is_none(copy: Path, raw: bytes) -> None:
 
 def test_other_formats_than_the_folder_holds_are_refused(folder: Path) -> None:
     with pytest.raises(LoadError, match="holds experts as int8 g32, asked was int4 g32"):
-        load_weights(folder, SPEC, NativeKernels(1), quant=QuantPlan("int4"))
+        load_weights(folder, SPEC, NativeKernels(1), LoadOptions(quant=QuantPlan("int4")))
     with pytest.raises(LoadError, match="leave out dtype float32"):
-        load_weights(folder, SPEC, NativeKernels(1), dtype="float32")
-    load_weights(folder, SPEC, NativeKernels(1), quant=INT8, dtype="bfloat16")
+        load_weights(folder, SPEC, NativeKernels(1), LoadOptions(dtype="float32"))
+    load_weights(folder, SPEC, NativeKernels(1), LoadOptions(quant=INT8, dtype="bfloat16"))

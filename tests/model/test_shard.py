@@ -14,7 +14,7 @@ from tensor_ranks import family
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
 from coterie.model.dequant import to_float32
-from coterie.model.loader import LoadError, load_weights
+from coterie.model.loader import LoadError, LoadOptions, load_weights
 from coterie.model.packed_writer import PackOptions, pack
 from coterie.model.safetensors_io import read_header
 from coterie.model.shard import ExpertShard
@@ -60,14 +60,17 @@ KINDS = ("safetensors", "quantised", "packed", "gguf", "dummy")
 def test_a_rank_holds_the_bytes_of_a_full_load(kind: str, sources: dict[str, Any]) -> None:
     path, options = sources[kind]
     kernels = NativeKernels(1)
-    full = load_weights(path, SPEC, kernels, **options)
+    full = load_weights(path, SPEC, kernels, LoadOptions(**options))
     for rank in range(PLACEMENT.num_ranks):
         shard = ExpertShard.of(PLACEMENT, SPEC, rank)
         asked: list[int] = []
         own = load_weights(
-            path, SPEC, kernels, shard=shard, admit=lambda needs, to=asked: to.append(sum(n.nbytes for n in needs)),
-            **options,
-        )  # fmt: skip
+            path,
+            SPEC,
+            kernels,
+            LoadOptions(shard=shard, **options),
+            admit=lambda needs, to=asked: to.append(sum(n.nbytes for n in needs)),
+        )
         assert (
             own.weights.keys() == {key for key in full.weights if not key.startswith("mtp.")} and own.kind == full.kind
         )
@@ -91,7 +94,7 @@ def test_slots_are_loaded_into_banks_that_exist(kind: str, sources: dict[str, An
     path, options = sources[kind]
     kernels = NativeKernels(1)
     before = ExpertShard.of(PLACEMENT, SPEC, 0)
-    held = load_weights(path, SPEC, kernels, shard=before, **options).weights
+    held = load_weights(path, SPEC, kernels, LoadOptions(shard=before, **options)).weights
     after = ExpertShard(
         {
             unit: (*row[:2], 31, *row[3:5], 30 if unit == "layers.2.ffn" else row[5], *row[6:])
@@ -100,12 +103,12 @@ def test_slots_are_loaded_into_banks_that_exist(kind: str, sources: dict[str, An
     )
     change = after.since(before, held)
     assert change.num_experts == 6
-    news = load_weights(path, SPEC, kernels, shard=change, **options)
+    news = load_weights(path, SPEC, kernels, LoadOptions(shard=change, **options))
     if kind != "gguf":  # its stacks are so small here that each is one piece
         assert news.report.nbytes < 0.2 * sum(need.nbytes for need in news.needs), "only what is new is read"
     for key, bank in held.items():
         assert news.weights[key] is bank
-    wanted = load_weights(path, SPEC, kernels, shard=after, **options).weights
+    wanted = load_weights(path, SPEC, kernels, LoadOptions(shard=after, **options)).weights
     for key, bank in held.items():
         if not isinstance(bank, np.ndarray):
             np.testing.assert_array_equal(kernels.units(bank), kernels.units(wanted[key]))
@@ -116,11 +119,11 @@ def test_a_rank_of_a_tensor_group_holds_its_columns(kind: str, sources: dict[str
     """Rows of a full load, and nothing else of what is cut; two groups of two ranks."""
     path, options = sources[kind]
     kernels = NativeKernels(1)
-    full = load_weights(path, SPEC, kernels, mtp=False, **options)
+    full = load_weights(path, SPEC, kernels, LoadOptions(mtp=False, **options))
     placement, needs = ExpertPlacement.linear(5, 32, 4), set()
     for rank in (1, 2):
         shard = ExpertShard.of(placement, SPEC, rank, TensorSplit(rank % 2, 2))
-        own = load_weights(path, SPEC, kernels, shard=shard, **options)
+        own = load_weights(path, SPEC, kernels, LoadOptions(shard=shard, **options))
         cuts, seen = shard.columns, 0
         for key, bank in own.weights.items():
             whole = full.weights[key]
@@ -147,9 +150,9 @@ def test_a_rank_of_a_tensor_group_holds_its_columns(kind: str, sources: dict[str
 def test_biases_are_cut_with_their_columns() -> None:
     spec = family("gqa all biases")
     kernels, options = NativeKernels(1), {"load_format": "dummy", "seed": 2}
-    full = load_weights(None, spec, kernels, **options).weights
+    full = load_weights(None, spec, kernels, LoadOptions(**options)).weights
     shard = ExpertShard.of(ExpertPlacement.linear(2, 8, 2), spec, 1, TensorSplit(1, 2))
-    own = load_weights(None, spec, kernels, shard=shard, **options).weights
+    own = load_weights(None, spec, kernels, LoadOptions(shard=shard, **options)).weights
     key = "layers.1.attention"
     np.testing.assert_array_equal(own[f"{key}.q.bias"], full[f"{key}.q.bias"][36:])
     np.testing.assert_array_equal(own[f"{key}.o.bias"], full[f"{key}.o.bias"][96:])
@@ -161,14 +164,14 @@ def test_packed_columns_that_part_a_panel_are_refused(sources: dict[str, Any]) -
     path, _ = sources["packed"]
     shard = ExpertShard.of(ExpertPlacement.linear(5, 32, 8), SPEC, 1, TensorSplit(1, 8))
     with pytest.raises(LoadError, match=r"outputs 48 to 96 of layers.0.attention.q are not whole panels: use the ori"):
-        load_weights(path, SPEC, NativeKernels(1), shard=shard)
+        load_weights(path, SPEC, NativeKernels(1), LoadOptions(shard=shard))
 
 
 def test_the_reference_backend_takes_a_share_of_a_packed_folder(sources: dict[str, Any]) -> None:
     path, _ = sources["packed"]
     kernels = ReferenceKernels()
     full = load_weights(path, SPEC, kernels).weights
-    own = load_weights(path, SPEC, kernels, shard=ExpertShard.of(PLACEMENT, SPEC, 2)).weights
+    own = load_weights(path, SPEC, kernels, LoadOptions(shard=ExpertShard.of(PLACEMENT, SPEC, 2))).weights
     key = "layers.3.ffn.down"
     for slot, expert in enumerate(PLACEMENT.slot_to_expert[2, 24:].tolist()):
         np.testing.assert_array_equal(kernels.read(own[key], slot), kernels.read(full[key], expert))
@@ -183,6 +186,6 @@ def test_a_damaged_unit_is_named(sources: dict[str, Any], tmp_path: Path) -> Non
     with open(tmp_path / group["file"], "r+b") as file:
         file.seek(group["offset"] + 17 * group["unit_bytes"] + 5)
         file.write(b"\x7f\x00\x7f")
-    load_weights(tmp_path, SPEC, NativeKernels(1), shard=ExpertShard.of(PLACEMENT, SPEC, 0))
+    load_weights(tmp_path, SPEC, NativeKernels(1), LoadOptions(shard=ExpertShard.of(PLACEMENT, SPEC, 0)))
     with pytest.raises(LoadError, match=r"layers.2.ffn\[17\].*is damaged"):
-        load_weights(tmp_path, SPEC, NativeKernels(1), shard=ExpertShard.of(PLACEMENT, SPEC, 1))
+        load_weights(tmp_path, SPEC, NativeKernels(1), LoadOptions(shard=ExpertShard.of(PLACEMENT, SPEC, 1)))

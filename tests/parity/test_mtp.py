@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
-from coterie.model.loader import load_weights
+from coterie.model.loader import LoadOptions, load_weights
 from coterie.model.mtp import MTPBlock
 from coterie.model.overlap import drive
 from coterie.model.transformer import Runtime, Transformer
@@ -82,7 +82,7 @@ def test_draft_logits(checkpoint: Checkpoint, make: type, length: int) -> None:
     depth = WANTED[checkpoint.case.entry.id]
     tokens = prompt(length + depth, seed=length)
     spec, kernels = ModelSpec.from_hf(checkpoint.folder), make()
-    loaded = load_weights(checkpoint.folder, spec, kernels, dtype="float32", load_format="auto")
+    loaded = load_weights(checkpoint.folder, spec, kernels, LoadOptions(dtype="float32"))
     assert loaded.report.mtp_present
     model = Transformer(spec, loaded.weights, Runtime.local(kernels))
 

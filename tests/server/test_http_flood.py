@@ -15,6 +15,7 @@ from server_fakes import live
 
 from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.frontend import AsyncEngine
+from coterie.engine.launch import RunSpec
 
 TEXT = "/v1/completions"
 CLASSES = ServiceConfig(enabled=True, slo_seconds=(1.0, 2.0, 5.0), max_queued=(None, None, 900))
@@ -49,7 +50,7 @@ def flood(url: str, count: int, *, obey: bool) -> list[list[tuple[int, str]]]:
 @pytest.mark.parametrize("service", [CLASSES, NO_CLASSES])
 def test_a_thousand_at_once(service: ServiceConfig) -> None:
     config = EngineConfig(threads=1, max_running_requests=16, max_queued_requests=64, max_model_len=256)
-    engine = AsyncEngine.launch(None, config, service=service)
+    engine = AsyncEngine.launch(None, config, run=RunSpec(service=service))
     with live(engine) as server:
         flood(server.url, 300, obey=False)
         before = psutil.Process().memory_info().rss
@@ -64,7 +65,7 @@ def test_a_thousand_at_once(service: ServiceConfig) -> None:
 @pytest.mark.parametrize("service", [CLASSES, NO_CLASSES])
 def test_who_obeys_finds_room(service: ServiceConfig) -> None:
     config = EngineConfig(threads=1, max_running_requests=16, max_queued_requests=64, max_model_len=256)
-    engine = AsyncEngine.launch(None, config, service=service)
+    engine = AsyncEngine.launch(None, config, run=RunSpec(service=service))
     with live(engine) as server:
         flood(server.url, 60, obey=False)
         visits = flood(server.url, 1000, obey=True)

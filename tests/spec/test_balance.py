@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.spec.balance import balance, held, moves, place
+from coterie.spec.balance import Room, balance, held, moves, place
 from coterie.spec.errors import SpecError
 from coterie.spec.placement import ExpertPlacement
 from coterie.spec.split import SplitPlan
@@ -44,23 +47,15 @@ def test_every_shape_gives_a_legal_placement(
     groups = data.draw(st.sampled_from([1, 2, 3, 4]))
     load = some_load(kind, layers, experts, rng)
     nodes = len(sizes) if len(set(sizes)) == 1 else sizes
-    first = place(load, num_slots=slots, num_ranks=ranks, num_nodes=nodes, num_groups=groups)
-    again = place(load, num_slots=slots, num_ranks=ranks, num_nodes=nodes, num_groups=groups)
+    room = Room(num_slots=slots, num_ranks=ranks, num_nodes=nodes, num_groups=groups)
+    first, again = place(load, room), place(load, room)
     assert first.digest() == again.digest()
     assert first.slot_to_expert.shape == (layers, slots)
     assert first.node_of_rank.tolist() == np.repeat(np.arange(len(sizes)), sizes).tolist()
     assert (first.slot_to_expert >= 0).all(), "no slot is left empty"
     budget = data.draw(st.sampled_from([None, 0, 1, 2, 5]))
     other = some_load("skewed", layers, experts, rng)
-    later = place(
-        other,
-        num_slots=slots,
-        num_ranks=ranks,
-        num_nodes=nodes,
-        num_groups=groups,
-        current=first,
-        max_moves=budget,
-    )
+    later = place(other, room, current=first, max_moves=budget)
     if budget is not None:
         assert moves(first, later).max() <= budget
     assert (levels(later, other) >= levels(first, other) * 0.999).all()
@@ -75,39 +70,37 @@ def test_dead_ranks_keep_empty_slots_and_no_expert_is_lost(
     per_rank = data.draw(st.integers(-(-experts // ranks), experts))
     dead = data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1))
     load = some_load(kind, 2, experts, rng)
-    spec = {"num_slots": ranks * per_rank, "num_ranks": ranks, "num_nodes": 1}
-    whole = place(load, **spec)
+    room = Room(num_slots=ranks * per_rank, num_ranks=ranks)
+    whole = place(load, room)
     if (ranks - len(dead)) * per_rank < experts:
         missing = experts - (ranks - len(dead)) * per_rank
         with pytest.raises(SpecError, match=f"{missing} slots are missing"):
-            place(load, **spec, dead=dead)
+            place(load, room, dead=dead)
         return
     gone = np.isin(whole.rank_of_slot, sorted(dead))
     for current in (None, whole):
-        rest = place(load, **spec, dead=dead, current=current, max_moves=0)
+        rest = place(load, room, dead=dead, current=current, max_moves=0)
         assert (rest.slot_to_expert[:, gone] == -1).all()
         assert (rest.slot_to_expert[:, ~gone] >= 0).all()
     lost = ~held(np.where(gone, -1, whole.slot_to_expert), experts, 1)[:, 0]
     assert (moves(whole, rest) == lost.sum(1)).all(), "only what has no copy left is moved"
-    back = place(load, **spec, current=rest)
+    back = place(load, room, current=rest)
     assert (back.slot_to_expert >= 0).all(), "a rank that returns is filled again"
 
 
 def test_a_balanced_load_moves_nothing() -> None:
     rng = np.random.default_rng(3)
     linear = ExpertPlacement.linear(4, 64, 8)
-    spec = {"num_slots": 64, "num_ranks": 8, "num_nodes": 2}
+    room = Room(num_slots=64, num_ranks=8, num_nodes=2)
     even = np.full((4, 64), 1000.0)
-    assert moves(linear, place(even, **spec, current=linear)).tolist() == [0] * 4
+    assert moves(linear, place(even, room, current=linear)).tolist() == [0] * 4
     noise = even + rng.normal(0, 1, even.shape)
-    assert moves(linear, place(noise, **spec, current=linear)).tolist() == [0] * 4, (
-        "less than a percent is not worth it"
-    )
+    assert moves(linear, place(noise, room, current=linear)).tolist() == [0] * 4, "less than a percent is not worth it"
     zero = np.zeros((4, 64))
-    assert moves(linear, place(zero, **spec, current=linear)).tolist() == [0] * 4
+    assert moves(linear, place(zero, room, current=linear)).tolist() == [0] * 4
     hot = even.copy()
     hot[2, :8] = 3000
-    changed = place(hot, **spec, current=linear, max_moves=6)
+    changed = place(hot, room, current=linear, max_moves=6)
     got = moves(linear, changed)
     assert 0 < got[2] <= 6
     assert got[[0, 1, 3]].tolist() == [0, 0, 0]
@@ -124,7 +117,7 @@ def test_a_move_is_an_expert_that_a_rank_must_receive() -> None:
 def test_groups_stay_on_nodes_where_the_load_allows_it() -> None:
     rng = np.random.default_rng(0)
     load = np.exp(rng.normal(0, 0.2, (3, 64)))
-    placed = place(load, num_slots=80, num_ranks=16, num_nodes=4, num_groups=8)
+    placed = place(load, Room(num_slots=80, num_ranks=16, num_nodes=4, num_groups=8))
     node = placed.node_of_rank[placed.rank_of_slot]
     for row in placed.slot_to_expert:
         at_home = 0
@@ -134,26 +127,29 @@ def test_groups_stay_on_nodes_where_the_load_allows_it() -> None:
         assert at_home >= 0.75 * 80
 
 
+ROOM = Room(num_slots=288, num_ranks=32, num_nodes=4)
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("room", "options", "message"),
     [
-        ({"num_slots": 250}, "multiple of 32 from 256 to 8192.* 256, 288"),
-        ({"num_slots": 8224}, "at most one copy of an expert on a rank"),
-        ({"num_nodes": 5}, "valid numbers of nodes: 1, 2, 4, 8, 16, 32"),
-        ({"num_nodes": (16, 15)}, "sum to 32"),
-        ({"max_moves": -1}, "max_moves from 0"),
-        ({"num_groups": 0}, "num_groups must be from 1"),
-        ({"dead": {32}}, "among 0 to 31"),
-        ({"dead": set(range(4))}, "28 of 32 ranks have 252 slots for 256 experts: 4 slots are missing"),
-        ({"current": ExpertPlacement.linear(1, 256, 32)}, r"\(1, 256, 256, 32\), not \(2, 256, 288, 32\)"),
+        (replace(ROOM, num_slots=250), {}, "multiple of 32 from 256 to 8192.* 256, 288"),
+        (replace(ROOM, num_slots=8224), {}, "at most one copy of an expert on a rank"),
+        (replace(ROOM, num_nodes=5), {}, "valid numbers of nodes: 1, 2, 4, 8, 16, 32"),
+        (replace(ROOM, num_nodes=(16, 15)), {}, "sum to 32"),
+        (replace(ROOM, num_groups=0), {}, "num_groups must be from 1"),
+        (ROOM, {"max_moves": -1}, "max_moves from 0"),
+        (ROOM, {"dead": {32}}, "among 0 to 31"),
+        (ROOM, {"dead": set(range(4))}, "28 of 32 ranks have 252 slots for 256 experts: 4 slots are missing"),
+        (ROOM, {"current": ExpertPlacement.linear(1, 256, 32)}, r"\(1, 256, 256, 32\), not \(2, 256, 288, 32\)"),
     ],
 )
-def test_refusals(changes: dict, message: str) -> None:
+def test_refusals(room: Room, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        place(np.ones((2, 256)), **{"num_slots": 288, "num_ranks": 32, "num_nodes": 4, **changes})
+        place(np.ones((2, 256)), room, **options)
 
 
 @pytest.mark.parametrize("load", [np.ones(4), np.full((1, 4), -1), np.full((1, 4), np.nan), np.ones((0, 4))])
 def test_loads_that_are_none(load: np.ndarray) -> None:
     with pytest.raises(SpecError, match="load must be finite numbers"):
-        place(load, num_slots=4, num_ranks=2, num_nodes=1)
+        place(load, Room(num_slots=4, num_ranks=2))

@@ -28,6 +28,7 @@ from coterie.cli.parallel import parallel_config, parallel_options
 from coterie.cli.service import SERVICE_OPTIONS, checked_key, read_keys, service_config
 from coterie.engine.config import NO_CLASSES, ServiceConfig
 from coterie.engine.frontend import AsyncEngine
+from coterie.engine.launch import RunSpec
 from coterie.engine.remote import World, supervise
 from coterie.model.shipped import shipped_model_path
 from coterie.observe.requests import RequestObserver
@@ -144,13 +145,12 @@ def serve(**values: Any) -> None:
     if world is not None and world.rank > 0:
         supervise(world, folder or shipped_model_path())
         return
+    run = RunSpec(service=service, parallel=parallel, world=world)
     launched: list[AsyncEngine] = []
 
     def launch_model(path: str | None, observer: RequestObserver) -> AsyncEngine:
         with LoadProgress(error_console()) as progress:
-            engine = AsyncEngine.launch(
-                path, config, server.served_model_name, progress, service=service, parallel=parallel, world=world
-            )
+            engine = AsyncEngine.launch(path, config, server.served_model_name, run, progress=progress)
         for line in report_lines(engine):
             logger.info(line)
         engine.observer = observer

@@ -16,6 +16,7 @@ from typing import Any
 from coterie.cli.common import LoadProgress, Timing, engine_config, error_console, model_folder
 from coterie.cli.parallel import parallel_config
 from coterie.engine.frontend import AsyncEngine
+from coterie.engine.launch import RunSpec
 from coterie.engine.messages import FinishReason, SamplingParams
 from coterie.engine.output import PromptInfo, RequestTimes
 from coterie.server.config import ServerConfig
@@ -54,7 +55,7 @@ class LocalEngine:
             raise _reads_no_text(Path(folder).resolve().name)
         started = time.monotonic()
         with LoadProgress(error_console()) as progress:
-            self.engine = AsyncEngine.launch(folder, config, progress=progress, parallel=parallel)
+            self.engine = AsyncEngine.launch(folder, config, run=RunSpec(parallel=parallel), progress=progress)
         self.load_seconds = time.monotonic() - started
 
     def __enter__(self) -> LocalEngine:

@@ -28,10 +28,11 @@ from coterie.engine.scheduler import Scheduler, SchedulerLimits
 from coterie.engine.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from coterie.kernels.api import Kernels
 from coterie.kernels.select import Choice, select
+from coterie.model.banks import RoleNeed
 from coterie.model.gguf import open_gguf
 from coterie.model.gguf_file import find_gguf, local_path
 from coterie.model.load_report import LoadProgress
-from coterie.model.loader import LoadedWeights, load_weights
+from coterie.model.loader import LoadedWeights, LoadOptions, load_weights
 from coterie.model.shard import ExpertShard
 from coterie.model.transformer import Runtime, Transformer
 from coterie.observe.expert_load import ExpertLoad
@@ -195,19 +196,19 @@ def load_share(
         if progress is not None:
             progress(news.bytes_done, news.bytes_total)
 
-    return load_weights(
-        files.folder,
-        files.spec,
-        kernels,
+    options = LoadOptions(
         dtype=config.dtype,
         quant=config.quant,
         load_format=config.load_format,
-        admit=lambda needs: check_weights_fit(needs, spec, config, memory),
-        progress=tell,
         seed=config.seed,
         strict=config.strict,
         shard=shard,
     )
+
+    def admit(needs: tuple[RoleNeed, ...]) -> None:
+        check_weights_fit(needs, spec, config, memory)
+
+    return load_weights(files.folder, files.spec, kernels, options, admit=admit, progress=tell)
 
 
 def _runner(

@@ -16,20 +16,18 @@ from typing import NamedTuple, TypeVar
 
 from coterie.engine.admission import Door
 from coterie.engine.build import EngineInfo, Progress, build_engine, open_model
-from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
+from coterie.engine.config import EngineConfig
 from coterie.engine.errors import EngineDead, EngineRecovering
-from coterie.engine.launch import Launch
+from coterie.engine.launch import ON_A_THREAD, Launch, RunSpec
 from coterie.engine.messages import Drain, FromEngine, SamplingParams, ServiceClass, Stats, ToEngine
 from coterie.engine.output import RequestOutput, RequestTimes
 from coterie.engine.process import Hello, start_process
-from coterie.engine.remote import World
 from coterie.engine.tracker import News, TrackedRequest, Tracker, collect, nobody_waits
 from coterie.engine.worker import Closed, Deliver, EngineLink, start_thread
 from coterie.kernels.select import Choice
 from coterie.model.shipped import shipped_model_path
 from coterie.observe.requests import RequestObserver
 from coterie.spec.errors import CoterieError
-from coterie.spec.parallel import ONE_RANK, ParallelConfig
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -147,34 +145,31 @@ class AsyncEngine:
         model_path: str | None,
         config: EngineConfig,
         served_model_name: str | None = None,
-        progress: Progress | None = None,
+        run: RunSpec = ON_A_THREAD,
         *,
-        service: ServiceConfig = NO_CLASSES,
-        own_process: bool = False,
-        parallel: ParallelConfig = ONE_RANK,
-        world: World | None = None,
+        progress: Progress | None = None,
     ) -> AsyncEngine:
         """Load a model (None: the shipped one) and start its engine on a thread, in a process of its own, or in one for
-        each of several ranks (`world`: which torchrun has started).
+        each of several ranks.
 
         Blocks while loading; needs no event loop. Raises `CoterieError`.
         """
         path = model_path if model_path is not None else shipped_model_path()
         name = served_model_name or Path(path).resolve().name
-        if not parallel.is_single:
-            launch = Launch(path, config, service, parallel, world)
+        if not run.parallel.is_single:
+            launch = Launch(path, config, run)
             engine = cls(launch.load(progress), name)
             engine.connect(launch.start(*engine.callbacks()))
-        elif own_process:
+        elif run.own_process:
             files = open_model(path, strict=config.strict)
-            started = start_process(Hello(path, config, service), progress)
+            started = start_process(Hello(path, config, run.service), progress)
             ready = started.ready
             report = tuple(Choice(*line) for line in ready.report)
-            info = EngineInfo(files, config, ready.max_model_len, report, tuple(ready.load_lines), service)
+            info = EngineInfo(files, config, ready.max_model_len, report, tuple(ready.load_lines), run.service)
             engine = cls(info, name)
             engine.connect(started.listen(*engine.callbacks()))
         else:
-            core, info = build_engine(path, config, progress, service=service)
+            core, info = build_engine(path, config, progress, service=run.service)
             engine = cls(info, name)
             engine.connect(start_thread(core, *engine.callbacks()))
         return engine
@@ -220,9 +215,7 @@ class AsyncEngine:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._trials, door.grammars.check, params.grammar)
 
-    def _start(
-        self, prompt: list[int], params: SamplingParams, name: Name, wake: Callable[[], None]
-    ) -> TrackedRequest:
+    def _start(self, prompt: list[int], params: SamplingParams, name: Name, wake: Callable[[], None]) -> TrackedRequest:
         if self._dead is not None:
             raise EngineDead(self._dead)
         if self._draining or self._link is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from coterie.engine.build import EngineInfo, Progress, open_model
-from coterie.engine.config import EngineConfig, ServiceConfig
+from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.fingerprint import check_alike
 from coterie.engine.fleet import Fleet, FleetPlan, Place
 from coterie.engine.memory import available_memory
@@ -32,27 +32,35 @@ from coterie.engine.worker import Closed, Deliver, EngineLink
 from coterie.kernels.select import Choice
 from coterie.model.shard import ExpertShard
 from coterie.spec.errors import CoterieError
-from coterie.spec.parallel import ParallelConfig
+from coterie.spec.parallel import ONE_RANK, ParallelConfig
 
 Opened = tuple[Wire[Any], Child]
 """A process that loads."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """How an engine runs. `own_process`: one rank, not in this process. `world`: ranks that torchrun has started."""
+
+    service: ServiceConfig = NO_CLASSES
+    parallel: ParallelConfig = ONE_RANK
+    world: World | None = None
+    own_process: bool = False
+
+
+ON_A_THREAD = RunSpec()
+"""One rank on a thread of this process, without service classes."""
+
+
 class Launch:
     """One start of several ranks: `load`, then `start`. `processes`: of the ranks as they were started."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        config: EngineConfig,
-        service: ServiceConfig,
-        parallel: ParallelConfig,
-        world: World | None = None,
-    ) -> None:
+    def __init__(self, path: str | Path, config: EngineConfig, run: RunSpec) -> None:
         """Raises CoterieError for a layout that this model or installation cannot have; nothing is started."""
+        parallel, world = run.parallel, run.world
         if importlib.util.find_spec("torch") is None:
             raise CoterieError(f"{parallel.num_ranks} ranks need torch: pip install 'coterie[torch]'")
-        self._path, self._config, self._service, self._parallel = str(path), config, service, parallel
+        self._path, self._config, self._service, self._parallel = str(path), config, run.service, parallel
         self._world, self._door = world, None if world is None else FrontDoor(world, FromChild)
         self._files = open_model(path, strict=config.strict)
         check_config(self._files.spec, config)

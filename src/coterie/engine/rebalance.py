@@ -26,7 +26,7 @@ from coterie.kernels import _native
 from coterie.kernels.api import Kernels
 from coterie.kernels.native import NativeKernels
 from coterie.observe.expert_load import ExpertLoad
-from coterie.spec.balance import moves, place
+from coterie.spec.balance import Room, moves, place
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
 from coterie.spec.placement import ExpertPlacement
@@ -247,14 +247,8 @@ class Mover:
 
     def _decide(self, load: Int64, before: ExpertPlacement) -> ExpertPlacement:
         sizes = tuple(np.bincount(before.node_of_rank).tolist())
-        return place(
-            load,
-            num_slots=before.num_slots,
-            num_ranks=before.num_ranks,
-            num_nodes=sizes,
-            current=before,
-            max_moves=len(self._units.buffers),
-        )
+        room = Room(num_slots=before.num_slots, num_ranks=before.num_ranks, num_nodes=sizes)
+        return place(load, room, current=before, max_moves=len(self._units.buffers))
 
     def _exchange(self, streams: Streams) -> None:
         """Send and receive one layer's experts, a chunk to each rank at a time."""

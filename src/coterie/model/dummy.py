@@ -17,29 +17,18 @@ import numpy as np
 
 from coterie.kernels.api import HostArray, Kernels
 from coterie.model.banks import BankFiller, RoleNeed, memory_needs, must_be_whole
-from coterie.model.load_plan import NO_QUANT, DtypeChoice, bank_formats, tied_head_differs
+from coterie.model.load_options import AS_STORED, LoadOptions
+from coterie.model.load_plan import bank_formats, tied_head_differs
 from coterie.model.names import TensorEntry, own_head, weight_layout
-from coterie.model.shard import ExpertShard
 from coterie.spec.cache import CacheKind
 from coterie.spec.model import ModelSpec
-from coterie.spec.weights import BF16, QuantPlan, WeightFormat
+from coterie.spec.weights import BF16, WeightFormat
 
 POOL_VALUES = 1 << 21
 DRAWN_VALUES = 1 << 16
 """Tensors up to this size are drawn value by value."""
 PIECE_VALUES = 1 << 20
 NORM_NOISE, BIAS_STD = 0.1, 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DummyOptions:
-    """`dtype` "auto" follows the config; `quant` goes before it. `shard`: what this rank holds."""
-
-    dtype: DtypeChoice = "auto"
-    quant: QuantPlan = NO_QUANT
-    seed: int = 0
-    mtp: bool = True
-    shard: ExpertShard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +45,7 @@ class DummyWeights:
 def dummy_weights(
     spec: ModelSpec,
     kernels: Kernels,
-    options: DummyOptions = DummyOptions(),
+    options: LoadOptions = AS_STORED,
     *,
     admit: Callable[[tuple[RoleNeed, ...]], None] = lambda needs: None,
     on_progress: Callable[[int, int, str], None] | None = None,

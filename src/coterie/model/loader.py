@@ -13,25 +13,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from coterie.kernels.api import Kernels
 from coterie.model.banks import BankFiller, RoleNeed, Rows, memory_needs, must_be_whole
 from coterie.model.checkpoint import open_checkpoint
 from coterie.model.decode import Decoder
-from coterie.model.dummy import DummyOptions, dummy_weights
+from coterie.model.dummy import dummy_weights
 from coterie.model.formats.codes import holds
-from coterie.model.load_plan import NO_QUANT, DtypeChoice, LoadPlan, PlannedTensor, Skipped, check_strict, make_plan
+from coterie.model.load_options import AS_STORED, LoadOptions
+from coterie.model.load_plan import LoadPlan, PlannedTensor, Skipped, check_strict, make_plan
 from coterie.model.load_report import Conversion, LoadProgress, LoadReport
 from coterie.model.packed_manifest import is_packed_folder
 from coterie.model.packed_reader import PackedReader
 from coterie.model.safetensors_io import LoadError, Piece, RawBytes, ReadStats, StoredTensor, split_rows, stream
-from coterie.model.shard import ExpertShard, takes
+from coterie.model.shard import takes
 from coterie.spec.cache import CacheKind
 from coterie.spec.model import Fp8BlockQuant, ModelSpec
-from coterie.spec.weights import BF16, F32, QuantPlan, WeightFormat
+from coterie.spec.weights import BF16, F32, WeightFormat
 
-__all__ = ["LoadError", "LoadProgress", "LoadReport", "LoadedWeights", "load_weights"]
+__all__ = ["LoadError", "LoadOptions", "LoadProgress", "LoadReport", "LoadedWeights", "load_weights"]
 
 ProgressCallback = Callable[[LoadProgress], None]
 
@@ -56,37 +57,29 @@ def load_weights(
     path: Path | str | None,
     spec: ModelSpec,
     kernels: Kernels,
+    options: LoadOptions = AS_STORED,
     *,
-    dtype: DtypeChoice = "auto",
-    quant: QuantPlan = NO_QUANT,
-    load_format: Literal["auto", "dummy"] = "auto",
     admit: Admission = lambda needs: None,
     progress: ProgressCallback | None = None,
-    mtp: bool = True,
-    seed: int = 0,
-    strict: bool = False,
-    shard: ExpertShard | None = None,
 ) -> LoadedWeights:
-    """Load the weights of `spec` from a folder or file, or make random ones (`load_format="dummy"`, `seed`).
+    """Load the weights of `spec` from a folder or file, or make random ones.
 
-    `dtype` "auto" narrows nothing: float32 and float16 checkpoints stay float32, bfloat16 and FP8 become bfloat16.
-    `quant` goes before it where it says something. `admit` sees what the weights need and may refuse.
-    `strict` refuses doubtful checkpoints (stray files, a tied head that differs, ...). `shard`: what this rank holds.
-    Raises `LoadError` with all problems before anything is allocated.
+    `admit` sees what the weights need and may refuse. Raises `LoadError` with all problems before anything is
+    allocated.
     """
-    if load_format == "dummy":
-        random = DummyOptions(dtype=dtype, quant=quant, seed=seed, mtp=mtp, shard=shard)
-        return _load_dummy(spec, kernels, random, admit, progress)
+    if options.load_format == "dummy":
+        return _load_dummy(spec, kernels, options, admit, progress)
+    shard = options.shard
     if path is None:
         raise LoadError("no weights were given: pass a model folder, or load_format 'dummy' for random weights")
     if is_packed_folder(Path(path)):
-        packed = PackedReader(Path(path), spec, quant, dtype, shard)
+        packed = PackedReader(Path(path), spec, options.quant, options.dtype, shard)
         admit(packed.needs)
         weights, report = packed.load(kernels, progress)
         return LoadedWeights(weights, packed.manifest.kind, report, packed.needs)
     checkpoint = open_checkpoint(Path(path))
-    plan = make_plan(checkpoint, spec, dtype, mtp=mtp, quant=quant)
-    if strict:
+    plan = make_plan(checkpoint, spec, options.dtype, mtp=options.mtp, quant=options.quant)
+    if options.strict:
         check_strict(plan)
     needs = memory_needs(plan.layout if shard is None else shard.needed(plan.layout), plan.bank_formats)
     if shard is not None:
@@ -95,7 +88,7 @@ def load_weights(
     load = TensorLoad(plan, spec, kernels, progress, held=None if shard is None else shard.held)
     load.run()
     doubts = load.compare_copies()
-    if strict and doubts:
+    if options.strict and doubts:
         raise LoadError("strict loading refuses:\n" + "\n".join(f"  - {doubt}" for doubt in doubts), tuple(doubts))
     report = LoadReport(
         files=tuple(file.name for file in checkpoint.files),
@@ -112,7 +105,7 @@ def load_weights(
 
 
 def _load_dummy(
-    spec: ModelSpec, kernels: Kernels, options: DummyOptions, admit: Admission, progress: ProgressCallback | None
+    spec: ModelSpec, kernels: Kernels, options: LoadOptions, admit: Admission, progress: ProgressCallback | None
 ) -> LoadedWeights:
     began = time.perf_counter()
     clock = _Clock(progress)

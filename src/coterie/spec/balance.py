@@ -33,28 +33,42 @@ _SPREAD = 0.8
 """Width of the factors that make a load like the planned one: as noisy as batches are (standard deviation 0.23)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Slots of a layer and where they are. `num_nodes` may be the ranks of each node where they are unequal.
+
+    With `num_groups` > 1 groups of consecutive experts stay on a node where they can (group-limited routing).
+    """
+
+    num_slots: int
+    num_ranks: int
+    num_nodes: int | tuple[int, ...] = 1
+    num_groups: int = 1
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Ranks of each node; empty where all have equally many."""
+        return self.num_nodes if isinstance(self.num_nodes, tuple) else ()
+
+
 def place(
     load: NDArray[Any],
+    room: Room,
     *,
-    num_slots: int,
-    num_ranks: int,
-    num_nodes: int | tuple[int, ...],
-    num_groups: int = 1,
     current: ExpertPlacement | None = None,
     max_moves: int | None = None,
     dead: Collection[int] = (),
 ) -> ExpertPlacement:
     """Load [L, E] (any scale) -> a placement, or `current` improved by at most `max_moves` moves in each layer.
 
-    `num_nodes` may be the ranks of each node where they are unequal. With `num_groups` > 1 groups of consecutive
-    experts stay on a node where they can (group-limited routing). `dead` ranks keep empty slots. A move is an expert
-    that a rank must receive; experts without a living copy are placed first, whatever `max_moves` says.
+    `dead` ranks keep empty slots. A move is an expert that a rank must receive; experts without a living copy are
+    placed first, whatever `max_moves` says.
     """
     load = np.asarray(load, np.float64)
     if load.ndim != 2 or not load.size or not np.isfinite(load).all() or load.min() < 0:
         raise SpecError(f"load must be finite numbers from 0 [layers, experts], not {list(load.shape)}")
-    sizes = num_nodes if isinstance(num_nodes, tuple) else ()
-    nodes = len(sizes) if isinstance(num_nodes, tuple) else num_nodes
+    num_slots, num_ranks, num_groups, sizes = room.num_slots, room.num_ranks, room.num_groups, room.node_sizes
+    nodes = len(room.num_nodes) if isinstance(room.num_nodes, tuple) else room.num_nodes
     check_topology(num_ranks, nodes, sizes)
     check_slots(num_slots, load.shape[1], num_ranks)
     if num_groups < 1 or (max_moves is not None and max_moves < 0):
