@@ -12,7 +12,6 @@ exchange and with all other ranks of this machine.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from ep import Ranks, Shape
 from ep_net import Layout, NetError, Network
 from rich.console import Console
 from rich.table import Table
+
+from coterie.observe.trace import write_chrome
 
 TIMES = ("comm", "compute", "sequence", "overlap")
 
@@ -80,7 +81,7 @@ def measure(ranks: Ranks, case: Case, args: argparse.Namespace) -> Result:
         path = args.trace.with_stem(
             f"{args.trace.stem}-{case.name.replace(' ', '-').replace('/', '').replace(',', '')}"
         )
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        write_chrome(path, events)
     return Result.of(answers)
 
 

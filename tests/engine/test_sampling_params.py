@@ -13,7 +13,6 @@ from coterie.engine.messages import SamplingParams
 from coterie.engine.sampling_params import (
     ParamLimits,
     check_token_ids,
-    logit_bias_from_json,
     validate,
     validate_prompt,
 )
@@ -197,12 +196,3 @@ def test_an_empty_prompt_is_refused_and_the_last_id_of_a_padded_vocabulary_is_no
         validate_prompt([], SamplingParams(), vocab_size=VOCAB, max_model_len=128)
     validate_prompt([0, VOCAB - 1], SamplingParams(), vocab_size=VOCAB, max_model_len=128)
     check_token_ids("prompt", [], VOCAB)
-
-
-def test_logit_bias_from_json() -> None:
-    assert logit_bias_from_json(None) == {}
-    assert logit_bias_from_json({"12": 5, "-1": 0.5, 7: 1}) == {12: 5, -1: 0.5, 7: 1}
-    for bad in ([], "x", {"abc": 5}, {"": 1}, {"1.5": 1}, {" 1": 1}, {"１": 1}, {"9" * 5000: 1}, {"1": 1, "01": 2}):
-        with pytest.raises(InvalidRequest) as error:
-            logit_bias_from_json(bad)
-        assert error.value.param == "logit_bias" and len(str(error.value)) < 200

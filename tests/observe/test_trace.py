@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.observe.stages import StageTimer
-from coterie.observe.trace import Span, Trace, coverage, write_chrome
+from coterie.observe.trace import Span, Trace, chrome_events, coverage, write_chrome
 
 
 def span(track: str, begin: int, end: int, stage: str = "experts") -> Span:
@@ -55,7 +55,7 @@ def test_a_timer_with_a_trace_keeps_laps_and_exchanges(tmp_path: Path) -> None:
     assert spans[0].end_ns == spans[2].begin_ns, "laps follow each other; an exchange runs beside them"
     assert timer.totals_ns["dispatch"] == 0
     path = tmp_path / "trace.json"
-    write_chrome(path, [(2, spans), (0, [])])
+    write_chrome(path, [*chrome_events(2, spans), *chrome_events(0, [])])
     events = json.loads(path.read_text())["traceEvents"]
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert named == {2: "rank 2", 0: "rank 0"}

@@ -8,7 +8,7 @@ Messages say what was asked and what is possible; InvalidRequest.param names the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,23 +131,6 @@ def check_token_ids(param: str, token_ids: Sequence[Any], vocab_size: int) -> No
                 param,
                 f"{param} has {_show(token)} at position {position}; token ids are integers from 0 to {vocab_size - 1}",
             )
-
-
-def logit_bias_from_json(value: object) -> dict[int, float]:
-    """Read OpenAI's `logit_bias` (an object with decimal token ids as names). Ranges are checked by `validate`."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise InvalidRequest("logit_bias", f"logit_bias must be an object of token id to bias, got {_show(value)}")
-    bias: dict[int, float] = {}
-    for key, amount in value.items():
-        digits = key.removeprefix("-") if isinstance(key, str) else ""
-        if type(key) is not int and not (digits.isascii() and digits.isdecimal() and len(digits) <= 20):
-            raise InvalidRequest("logit_bias", f"logit_bias has the name {_show(key)}; names are token ids in decimal")
-        if int(key) in bias:
-            raise InvalidRequest("logit_bias", f"logit_bias names token {int(key)} twice")
-        bias[int(key)] = amount
-    return bias
 
 
 def _check_numbers(params: SamplingParams, limits: ParamLimits) -> None:

@@ -10,7 +10,7 @@ whatever the batch and the number of threads; it may differ between ISA levels. 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,6 @@ from coterie.spec.weights import MatrixSpec
 Floats = NDArray[np.float32]
 _F32 = np.dtype(np.float32)
 Integers = NDArray[Any]
-IsaLevel = Literal["generic", "avx2", "avx512", "amx"]
 MAX_ROUTE_SHAPES = 64
 """Routing rules kept in the extension's form; a model has one or two."""
 

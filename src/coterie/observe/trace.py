@@ -82,9 +82,8 @@ def chrome_events(rank: int, spans: Iterable[Span]) -> list[dict[str, object]]:
     return events
 
 
-def write_chrome(path: Path, ranks: Sequence[tuple[int, Iterable[Span]]]) -> None:
-    """Write the spans of (rank, spans) pairs as one file. Ranks of one machine share a clock."""
-    events = [event for rank, spans in ranks for event in chrome_events(rank, spans)]
+def write_chrome(path: Path, events: Sequence[dict[str, object]]) -> None:
+    """Write events, of one rank or of several on one clock, as one file."""
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 

@@ -42,11 +42,6 @@ def with_again(table: Table, initial: Table, num_ranks: int, rank: int) -> Table
     return result
 
 
-def missing_slots(table: Table, num_experts: int) -> int:
-    """How many slots of living ranks are too few to hold every expert, 0 if they are enough."""
-    return max(0, num_experts - int((table[0] != EMPTY).sum()))
-
-
 def cover(table: Table, num_ranks: int, living: Sequence[int], num_experts: int) -> Table:
     """Give every expert a slot on a living rank. Raises SpecError that says how many slots are missing."""
     per_rank = table.shape[1] // num_ranks
