@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,8 +53,8 @@ def alone() -> list[list[int]]:
 class Running:
     """Several ranks behind a front end, on one event loop."""
 
-    def __init__(self, **layout: Any) -> None:
-        self.launch = Launch(shipped_model_path(), CONFIG, RunSpec(parallel=ParallelConfig(**layout)))
+    def __init__(self, path: str | None = None, config: EngineConfig = CONFIG, **layout: Any) -> None:
+        self.launch = Launch(path or shipped_model_path(), config, RunSpec(parallel=ParallelConfig(**layout)))
         self.engine = AsyncEngine(self.launch.load(), "ranks")
         self.engine.connect(self.launch.start(*self.engine.callbacks()))
         self.runner = asyncio.Runner()
@@ -170,6 +173,48 @@ def test_two_ranks_share_requests(alone: list[list[int]]) -> None:
         assert len(sampled.outputs[0].token_ids) == 16
     finally:
         running.close()
+
+
+DENSE = {
+    "model_type": "llama", "vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_ranks_share_a_dense_model(tmp_path: Path) -> None:
+    """The tokens of one rank, and again once a lost rank is back; there are no experts to exchange."""
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    config = replace(CONFIG, load_format="dummy")
+
+    async def one_rank() -> list[list[int]]:
+        engine = AsyncEngine.launch(str(tmp_path), config)
+        try:
+            return await together(engine)
+        finally:
+            await engine.shutdown(drain=True)
+
+    expected = asyncio.run(one_rank())
+    running = Running(str(tmp_path), config, tp=2)
+    try:
+        assert running.run(together) == expected
+        lost = running.launch.processes[1].child
+
+        async def again(engine: AsyncEngine) -> list[list[int]]:
+            lost.kill()
+            for _ in range(600):
+                await asyncio.sleep(0.1)
+                group = running.stats.group
+                if group is not None and group.living == 2 and group.generation > 1:
+                    return await together(engine)
+            raise AssertionError("the lost rank did not come back")
+
+        assert running.run(again) == expected
+    finally:
+        running.runner.run(running.engine.shutdown(drain=False))
+        running.runner.close()
 
 
 @pytest.mark.slow

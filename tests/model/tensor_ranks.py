@@ -21,7 +21,7 @@ from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 from coterie.spec.cache import CacheKind
 from coterie.spec.model import ModelSpec
-from coterie.spec.placement import ExpertPlacement
+from coterie.spec.parallel import ParallelConfig
 from coterie.spec.tensor_split import TensorSplit
 
 PAGE = 4
@@ -48,6 +48,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gqa all biases": {
         **_GQA, "model_type": "dots1", "n_routed_experts": 8, "n_shared_experts": 3, "first_k_dense_replace": 1,
         "attention_bias": True, "num_key_value_heads": 1, "sliding_window": None,
+    },
+    "dense, tied": {
+        **_COMMON, "model_type": "llama", "num_key_value_heads": 2, "head_dim": 18, "tie_word_embeddings": True,
     },
     "gqa heads of their own": {
         **_COMMON, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4,
@@ -111,7 +114,7 @@ class Model:
         size, ranks = dp * tp, []
         world = LocalTransport.group(size)
         moe = list(self.spec.moe_layers())
-        placement = ExpertPlacement.linear(len(moe), moe[0][1].num_experts, size)
+        placement = ParallelConfig(dp=dp, tp=tp).placement(self.spec)
         for rank, transport in enumerate(world):
             split, timer = TensorSplit(rank % tp, tp), StageTimer()
             shard = ExpertShard.of(placement, self.spec, rank, split) if size > 1 else None
@@ -122,7 +125,9 @@ class Model:
             if tp > 1:
                 inner = transport.subgroup(f"tp-{first}", range(first, first + tp))
                 group = TensorGroup(inner, self.kernels, timer)
-            load = ExpertLoad([index for index, _ in moe], moe[0][1].num_experts, self.kernels.to_host)
+            load = None
+            if moe:
+                load = ExpertLoad([index for index, _ in moe], moe[0][1].num_experts, self.kernels.to_host)
             model = Transformer(self.spec, weights, Runtime(self.kernels, transport, timer, load, group=group))
             ranks.append(Rank(model, PagedCache(model.spec, num_blocks, PAGE, self.cache, self.kernels), transport))
         return ranks

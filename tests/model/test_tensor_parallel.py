@@ -55,7 +55,7 @@ QUANTS = {
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.parametrize("name", ["mla q_lora", "gqa qkv bias, shared gate"])
+@pytest.mark.parametrize("name", ["mla q_lora", "gqa qkv bias, shared gate", "dense, tied"])
 def test_quantised_weights(name: str, quant: str) -> None:
     assert_equal(Model(family(name), NativeKernels(1), {**DUMMY, "quant": QUANTS[quant]}, cache="int8"), 2)
 

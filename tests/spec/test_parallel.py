@@ -72,11 +72,21 @@ def test_placement_of_the_shipped_model() -> None:
         ParallelConfig(ep=4, redundant_experts=2).placement(spec)
 
 
-def test_a_model_without_experts_takes_one_rank(tmp_path: Any) -> None:
+def test_the_ranks_of_a_dense_model_are_one_tensor_group() -> None:
     dense = {
         "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 16,
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
     }  # fmt: skip
-    with pytest.raises(SpecError, match="this one has no experts; use ep 1"):
-        ParallelConfig(ep=2).placement(ModelSpec.from_hf(dense))
+    spec = ModelSpec.from_hf(dense)
+    placement = ParallelConfig(tp=4).placement(spec)
+    assert (placement.num_layers, placement.num_slots, placement.num_experts, placement.num_ranks) == (0, 0, 0, 4)
+    assert placement.node_of_rank.tolist() == [0] * 4
+    for layout in ({"ep": 2}, {"dp": 2, "tp": 2}):
+        with pytest.raises(SpecError, match=r"2 groups of ranks share .* this one has no experts; .* use tp alone"):
+            ParallelConfig(**layout).placement(spec)
+    with pytest.raises(SpecError, match=r"tp can be 1, 2, 4$"):
+        ParallelConfig(tp=3).placement(spec)
+    for layout in ({"redundant_experts": 2}, {"rebalance_steps": 10}):
+        with pytest.raises(SpecError, match="no experts to copy or move"):
+            ParallelConfig(tp=2, **layout).placement(spec)

@@ -29,6 +29,14 @@ def test_too_few_slots_say_how_many_are_missing() -> None:
         cover(table, 4, [1, 2, 3], 32)
 
 
+def test_without_ranks_not_even_a_dense_model_goes_on() -> None:
+    dense = ExpertPlacement.without_experts(2).slot_to_expert
+    assert cover(without(dense, 2, 1), 2, [0], 0).shape == slots_of(dense, 2, [0]).shape == (0, 0)
+    for table, experts in ((dense, 0), (ExpertPlacement.linear(1, 2, 2).slot_to_expert, 2)):
+        with pytest.raises(SpecError, match="none of 2 ranks is left"):
+            cover(table, 2, [], experts)
+
+
 def test_a_rank_that_comes_back_has_its_experts_again() -> None:
     initial = ExpertPlacement.linear(2, 8, 4, num_slots=12).slot_to_expert
     repaired = cover(without(initial, 4, 3), 4, [0, 1, 2], 8)

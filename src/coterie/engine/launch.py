@@ -151,14 +151,17 @@ class Launch:
 
     def _choices(self) -> tuple[Choice, ...]:
         parallel, placement = self._parallel, self._placement
+        ranks = (
+            Choice("ranks", str(parallel.num_ranks), f"on {parallel.nodes} node(s), each with its part of the cores"),
+            Choice("tensor parallel", str(parallel.tp), f"{parallel.num_ranks // parallel.tp} group(s) share requests"),
+        )
+        if not placement.num_slots:
+            return ranks
         copies = placement.num_slots - placement.num_experts
         spare = copies // placement.slots_per_rank // parallel.tp * parallel.tp
         survive = f"up to {spare} may be lost" if spare else "none may be lost: there are too few redundant experts"
-        return (
-            Choice("ranks", str(parallel.num_ranks), f"on {parallel.nodes} node(s), each with its part of the cores"),
-            Choice("tensor parallel", str(parallel.tp), f"{parallel.num_ranks // parallel.tp} group(s) share requests"),
-            Choice("expert slots", str(placement.num_slots), f"{placement.slots_per_rank} a rank; {survive}"),
-        )
+        slots = Choice("expert slots", str(placement.num_slots), f"{placement.slots_per_rank} a rank; {survive}")
+        return (*ranks, slots)
 
 
 def start_all(opens: Sequence[Callable[[], Opened]], progress: Progress | None = None) -> list[StartedProcess]:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from coterie.comm.exchange import Exchange
 from coterie.comm.probe import Traffic, open_exchange
 from coterie.comm.tensor_group import TensorGroup
 from coterie.comm.transport import RankLost, Transport, TransportError, check_agreement
@@ -110,10 +111,12 @@ class Rank:
         placement = self._placement(regroup)
         loaded = self._load(ExpertShard.of(placement, self._info.files.spec, place))
         model = self.core.runner.model
-        exchange, self.choices = drive(open_exchange(serve, placement, self._traffic()))
+        exchange: Exchange | None = None
+        if placement.num_layers:
+            exchange, self.choices = drive(open_exchange(serve, placement, self._traffic()))
         tensor = self._tensor_group(serve, place)
         runtime = replace(model.runtime, transport=serve, exchange=exchange, group=tensor)
-        if weights is not None and self._moving is not None:
+        if weights is not None and self._moving is not None and exchange is not None:
             units, load = self._moving
             runtime = replace(runtime, load=load)
             self.rebalancer = Rebalancer(self._seat.rebalance, weights, exchange, units, load)
@@ -189,9 +192,11 @@ class Rank:
 
     def _placement(self, regroup: Regroup) -> ExpertPlacement:
         spec = self._info.files.spec
+        sizes = tuple(regroup.nodes.count(node) for node in dict.fromkeys(regroup.nodes))
+        if not any(spec.moe_layers()):
+            return ExpertPlacement.without_experts(len(regroup.members), len(sizes), sizes)
         layers, moe = zip(*spec.moe_layers(), strict=True)
         table = np.frombuffer(regroup.slots, "<i4").reshape(len(layers), -1)
-        sizes = tuple(regroup.nodes.count(node) for node in dict.fromkeys(regroup.nodes))
         return ExpertPlacement(table, moe[0].num_experts, len(regroup.members), len(sizes), sizes)
 
     def _load(self, wanted: ExpertShard) -> int:

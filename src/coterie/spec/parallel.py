@@ -2,7 +2,8 @@
 
 `dp` groups of ranks answer different requests; the `tp` ranks of a group share its requests and have heads and columns
 of everything that is no expert. Experts lie on all ranks together, so `ep` = `dp` x `tp`; what is left out follows from
-what is given. Not here: which expert lies where (`placement`), processes, the forms of the exchange (`comm`).
+what is given. A dense model takes one group. Not here: which expert lies where (`placement`), processes, the forms of
+the exchange (`comm`).
 """
 
 from __future__ import annotations
@@ -83,17 +84,34 @@ class ParallelConfig:
         return self.num_ranks == 1
 
     def placement(self, spec: ModelSpec) -> ExpertPlacement:
-        """Where the experts of a model lie at first. Raises SpecError if they cannot lie on these ranks."""
+        """Where the experts of a model lie at first. Raises SpecError if they cannot lie on these ranks.
+
+        A dense model has none, and can have the ranks of one tensor-parallel group.
+        """
         counts = sorted({moe.num_experts for _, moe in spec.moe_layers()})
-        if len(counts) != 1:
-            what = f"layers of {' and '.join(map(str, counts))} experts" if counts else "no experts"
-            raise SpecError(f"{self.num_ranks} ranks share the experts of a model, and this one has {what}; use ep 1")
         check_tensor_split(spec, self.tp)
+        if not counts:
+            self._check_dense()
+            return ExpertPlacement.without_experts(self.num_ranks, self.nodes)
+        if len(counts) > 1:
+            what = f"layers of {' and '.join(map(str, counts))} experts"
+            raise SpecError(f"{self.num_ranks} ranks share the experts of a model, and this one has {what}; use ep 1")
         num_experts, redundant = counts[0], self.redundant_experts
         slots = smallest_slots(num_experts, self.num_ranks) if redundant is None else num_experts + redundant
         check_slots(slots, num_experts, self.num_ranks)
         layers = sum(1 for _ in spec.moe_layers())
         return ExpertPlacement.linear(layers, num_experts, self.num_ranks, self.nodes, slots)
+
+    def _check_dense(self) -> None:
+        if self.num_ranks != self.tp:
+            raise SpecError(
+                f"{self.num_ranks // self.tp} groups of ranks share the experts of a model, and this one has no "
+                f"experts; its ranks can share heads and columns: use tp alone"
+            )
+        if self.redundant_experts or self.rebalance_steps:
+            raise SpecError(
+                "this model has no experts to copy or move: leave out redundant_experts and rebalance_steps"
+            )
 
 
 ONE_RANK = ParallelConfig()

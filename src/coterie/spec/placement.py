@@ -65,6 +65,13 @@ class ExpertPlacement:
             copies[row[slot]] += 1
         return cls(np.tile(row, (num_layers, 1)), num_experts, num_ranks, num_nodes)
 
+    @classmethod
+    def without_experts(
+        cls, num_ranks: int, num_nodes: int = 1, ranks_per_node: tuple[int, ...] = ()
+    ) -> ExpertPlacement:
+        """The ranks of a dense model: no layer and no slot."""
+        return cls(np.empty((0, 0), np.int32), 0, num_ranks, num_nodes, ranks_per_node)
+
     @property
     def num_layers(self) -> int:
         return self.slot_to_expert.shape[0]
@@ -187,7 +194,7 @@ def _check_table(table: NDArray[Any], num_experts: int, num_ranks: int) -> None:
             f"no slot of layer {layer} holds expert {expert} ({len(missing)} (layer, expert) pairs have no slot): "
             f"{num_experts} experts need {num_experts} slots, and there are {slots}"
         )
-    by_rank = np.sort(table.reshape(layers, num_ranks, -1), -1)
+    by_rank = np.sort(table.reshape(layers, num_ranks, slots // num_ranks), -1)
     twice = np.argwhere((by_rank[..., 1:] == by_rank[..., :-1]) & (by_rank[..., 1:] != EMPTY))
     if len(twice):
         layer, rank, index = twice[0]

@@ -44,6 +44,8 @@ def with_again(table: Table, initial: Table, num_ranks: int, rank: int) -> Table
 
 def cover(table: Table, num_ranks: int, living: Sequence[int], num_experts: int) -> Table:
     """Give every expert a slot on a living rank. Raises SpecError that says how many slots are missing."""
+    if not len(living):
+        raise SpecError(f"none of {num_ranks} ranks is left, or none with all of its tensor-parallel group")
     per_rank = table.shape[1] // num_ranks
     slots = np.array([rank * per_rank + slot for rank in living for slot in range(per_rank)], np.int64)
     if len(slots) < num_experts:
