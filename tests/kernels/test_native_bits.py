@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from kernel_cases import KINDS, LEVELS, PagedSequences, fill_caches, gqa_spec, make_bank, mla_spec, normal, plain_stream
 
+from coterie.kernels.api import LatentMaps
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
 from coterie.spec.cache import CacheKind as WeightKind
@@ -40,6 +41,7 @@ def row_ops(kernels: NativeKernels, kind: WeightKind) -> dict[str, Callable[[np.
     tables = [kernels.rope_table(spec.rope, 4096) for spec in (MLA, GQA)]
     positions = np.random.default_rng(0).integers(0, 4096, TOTAL).astype(np.int32)
     moe = MoESpec(40, 6, 8, "sigmoid", True, 8, 4, "top2_sum", True, 1e-20, True, 2.5)
+    maps = LatentMaps(w_uk, latent_norm, tables[0])
     gate, correction = make_bank(kernels, normal(17, 1, 40, 131), "f32"), normal(18, 40)
     chosen, expert_rows = normal(19, TOTAL, 6), normal(20, TOTAL * 6, 131)
     places = np.random.default_rng(1).permutation(TOTAL * 6).reshape(TOTAL, 6)
@@ -49,7 +51,7 @@ def row_ops(kernels: NativeKernels, kind: WeightKind) -> dict[str, Callable[[np.
         "norm": lambda r: (kernels.norm(x[r], scale, 1e-6),),
         "add_norm": lambda r: kernels.add_norm(x[r], y[r], scale, 1e-6),
         "sigmoid_scale": lambda r: (kernels.sigmoid_scale(x[r], z[r]),),
-        "mla_inputs": lambda r: kernels.mla_inputs(mla_q[r], kv[r], w_uk, latent_norm, tables[0], positions[r], MLA),
+        "mla_inputs": lambda r: kernels.mla_inputs(mla_q[r], kv[r], maps, positions[r], MLA),
         "gqa_inputs": lambda r: kernels.gqa_inputs(gqa_q[r], gqa_k[r], norms, tables[1], positions[r], GQA),
         "route": lambda r: tuple(kernels.route(x[r], gate, correction, moe)),
         "combine": lambda r: (kernels.combine(expert_rows, places[r], chosen[r], y[r]),),

@@ -22,6 +22,7 @@ from kernel_cases import (
     to_bf16,
 )
 
+from coterie.kernels.api import LatentMaps
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
 from coterie.kernels.reference import ReferenceKernels
@@ -131,13 +132,10 @@ def test_mla_inputs(native: NativeKernels, oracle: ReferenceKernels, kind: Weigh
         query = as_multiplied(native.isa, kind, normal(count, count, spec.num_heads * spec.qk_head_dim))
         kv = normal(count + 9, count, spec.latent_width)
         positions = np.random.default_rng(count).integers(0, 500, count).astype(np.int32)
-        mine = native.mla_inputs(
-            query, kv, make_bank(native, w_uk, kind), weight, native.rope_table(spec.rope, 500), positions, spec
-        )
-        table = oracle.rope_table(spec.rope, 500)
-        theirs = oracle.mla_inputs(
-            wide(query), wide(kv), make_bank(oracle, w_uk, kind), wide(weight), table, wide(positions), spec
-        )
+        maps = LatentMaps(make_bank(native, w_uk, kind), weight, native.rope_table(spec.rope, 500))
+        mine = native.mla_inputs(query, kv, maps, positions, spec)
+        maps = LatentMaps(make_bank(oracle, w_uk, kind), wide(weight), oracle.rope_table(spec.rope, 500))
+        theirs = oracle.mla_inputs(wide(query), wide(kv), maps, wide(positions), spec)
         for got, expected in zip(mine, theirs, strict=True):
             assert_close(got, expected)
 

@@ -98,6 +98,14 @@ class GroupedWeights:
     rope: Array
 
 
+class LatentMaps(NamedTuple):
+    """What turns projections into MLA's queries and cache rows; `norm` is that of the latent, `rope` a table."""
+
+    w_uk: Bank
+    norm: Array
+    rope: Array
+
+
 class BlockInput(NamedTuple):
     """What a pre-norm block reads: RMSNorm(residual + delta), of delta alone at the bottom of the model."""
 
@@ -196,18 +204,11 @@ class Kernels(Protocol):
         """One matrix per head: [T, N, cols] -> [T, N, rows]."""
 
     def mla_inputs(
-        self,
-        query: Array,
-        kv: Array,
-        w_uk: Bank,
-        norm_weight: Array,
-        table: Array,
-        positions: Array,
-        spec: AttentionSpec,
+        self, query: Array, kv: Array, maps: LatentMaps, positions: Array, spec: AttentionSpec
     ) -> tuple[Array, Array]:
         """Absorbed MLA. query [T, N*(nope+rope)], kv [T, R+rope] -> query [T, N, R+rope], cache rows [T, R+rope].
 
-        The query's nope part of each head goes through `w_uk` (N matrices [R, nope]), its rope part is rotated and
+        The query's nope part of each head goes through `maps.w_uk` (N matrices [R, nope]), its rope part is rotated and
         follows; the row is RMSNorm(kv[:R]) (eps `spec.latent_norm_eps`) then the rotated kv[R:].
         """
 

@@ -21,6 +21,7 @@ from coterie.kernels.api import (
     ExpertBanks,
     GroupedWeights,
     HostArray,
+    LatentMaps,
     LatentWeights,
     Prepared,
     Projection,
@@ -171,20 +172,13 @@ class NativeKernels:
         return out
 
     def mla_inputs(
-        self,
-        query: Floats,
-        kv: Floats,
-        w_uk: _native.Bank,
-        norm_weight: Floats,
-        table: Floats,
-        positions: Integers,
-        spec: AttentionSpec,
+        self, query: Floats, kv: Floats, maps: LatentMaps, positions: Integers, spec: AttentionSpec
     ) -> tuple[Floats, Floats]:
         query, kv = _floats(query), _floats(kv)
         query_out = np.empty((len(query), spec.num_heads, spec.latent_width), np.float32)
         rows_out = np.empty((len(query), spec.latent_width), np.float32)
-        rope = _native.RopeInputs(table, _integers(positions, np.int32))
-        self._device.mla_inputs(query, kv, w_uk, norm_weight, rope, _shape(spec), query_out, rows_out)
+        rope = _native.RopeInputs(maps.rope, _integers(positions, np.int32))
+        self._device.mla_inputs(query, kv, maps.w_uk, maps.norm, rope, _shape(spec), query_out, rows_out)
         return query_out, rows_out
 
     def gqa_inputs(

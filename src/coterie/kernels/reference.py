@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.kernels.api import HostArray, Prepared, Regrouped, Routed, SortedRows
+from coterie.kernels.api import HostArray, LatentMaps, Prepared, Regrouped, Routed, SortedRows
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.int8_rows import pack_rows, unpack_rows
 from coterie.kernels.quantize import dequantize, quantize
@@ -135,21 +135,14 @@ class ReferenceKernels:
         return torch.einsum("tnk,nrk->tnr", x, weight.values.to(self.dtype))
 
     def mla_inputs(
-        self,
-        query: Tensor,
-        kv: Tensor,
-        w_uk: ReferenceBank,
-        norm_weight: Tensor,
-        table: Tensor,
-        positions: Tensor,
-        spec: AttentionSpec,
+        self, query: Tensor, kv: Tensor, maps: LatentMaps, positions: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         heads = query.reshape(-1, spec.num_heads, spec.qk_head_dim)
         nope, rope = heads[..., : spec.qk_nope_head_dim], heads[..., spec.qk_nope_head_dim :]
-        absorbed = self.head_linear(nope, w_uk)
-        angles = table[positions]
+        absorbed = self.head_linear(nope, maps.w_uk)
+        angles = maps.rope[positions]
         rotated = _rotate(rope, angles[:, None], interleaved=spec.rope.interleaved)
-        latent = self.norm(kv[:, : spec.kv_lora_rank], norm_weight, spec.latent_norm_eps)
+        latent = self.norm(kv[:, : spec.kv_lora_rank], maps.norm, spec.latent_norm_eps)
         k_rope = _rotate(kv[:, spec.kv_lora_rank :], angles, interleaved=spec.rope.interleaved)
         return torch.cat([absorbed, rotated], -1), torch.cat([latent, k_rope], -1)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from coterie.comm.tensor_group import TensorGroup
 from coterie.comm.transport import Handle
-from coterie.kernels.api import Array, BlockInput, GroupedWeights, Kernels, LatentWeights, Prepared
+from coterie.kernels.api import Array, BlockInput, GroupedWeights, Kernels, LatentMaps, LatentWeights, Prepared
 from coterie.spec.model import AttentionSpec
 
 LayerCache = dict[str, Array]
@@ -86,9 +86,7 @@ class LatentAttention:
         query, rows = kernels.mla_inputs(
             kernels.linear(latent_q, *weights.q_b),
             kernels.linear(x, *weights.kv_a),
-            weights.w_uk,
-            weights.kv_norm,
-            weights.rope,
+            LatentMaps(weights.w_uk, weights.kv_norm, weights.rope),
             batch.positions,
             spec,
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from coterie.kernels.api import HostArray, Prepared, Regrouped, Routed, SortedRows
+from coterie.kernels.api import HostArray, LatentMaps, Prepared, Regrouped, Routed, SortedRows
 from coterie.kernels.batch import ForwardBatch
 from coterie.spec.cache import CacheKind, CacheStream
 from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
@@ -114,21 +114,14 @@ class TrainKernels:
         return torch.bmm(x.transpose(0, 1), weight.to(self.compute).transpose(1, 2)).transpose(0, 1)
 
     def mla_inputs(
-        self,
-        query: Tensor,
-        kv: Tensor,
-        w_uk: Parameter,
-        norm_weight: Tensor,
-        table: Tensor,
-        positions: Tensor,
-        spec: AttentionSpec,
+        self, query: Tensor, kv: Tensor, maps: LatentMaps, positions: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         rank, nope = spec.kv_lora_rank, spec.qk_nope_head_dim
-        angles = table[positions].to(self.compute)
+        angles = maps.rope[positions].to(self.compute)
         query = query.view(-1, spec.num_heads, spec.qk_head_dim)
-        absorbed = self.head_linear(query[..., :nope], w_uk)
+        absorbed = self.head_linear(query[..., :nope], maps.w_uk)
         turned = _rotate(query[..., nope:], angles[:, None], interleaved=spec.rope.interleaved)
-        latent = Norm.apply(kv[:, :rank], norm_weight, spec.latent_norm_eps, self.compute)
+        latent = Norm.apply(kv[:, :rank], maps.norm, spec.latent_norm_eps, self.compute)
         key = _rotate(kv[:, rank:], angles, interleaved=spec.rope.interleaved)
         return torch.cat([absorbed, turned], 2), torch.cat([latent, key], 1)
 
