@@ -83,7 +83,8 @@ def test_forgetting_hides_a_block_from_everyone() -> None:
     pool.register(cached, key(1))
     pool.register(owned, key(2))
     pool.free([cached])
-    pool.forget_all()
+    pool.forget(cached)
+    pool.forget(owned)
     assert pool.lookup(key(1)) is None and pool.lookup(key(2)) is None
     assert (pool.num_free, pool.num_cached) == (1, 0)
     pool.check_integrity([[owned]])

@@ -101,7 +101,8 @@ class Traffic:
         assert all(finished_well(request) for request in self.undisturbed)
         counters = self.engine.scheduler.counters
         assert counters.prefix_hits <= counters.prefix_queries
-        self.engine.pool.forget_all()
+        for block in range(self.engine.pool.num_blocks):
+            self.engine.pool.forget(block)
         assert self.engine.pool.num_cached == 0
         self.engine.scheduler.check_integrity()
 

@@ -113,11 +113,6 @@ class BlockPool:
             del self._cached[block_id]
             self._free.append(block_id)
 
-    def forget_all(self) -> None:
-        """Drop every key, as when the weights change."""
-        for block in list(self._block_of_key.values()):
-            self.forget(block)
-
     def check_integrity(self, owners: Iterable[Sequence[int]] | None = None) -> None:
         """Raise AssertionError unless every block is in one state; with `owners`, also that the counts are theirs."""
         owned = {block for block, count in enumerate(self._ref_counts) if count}
