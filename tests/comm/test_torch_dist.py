@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 
@@ -12,7 +13,7 @@ import rank_work
 from rank_processes import outcomes_of_ranks, run_ranks
 
 from coterie.comm.torch_dist import GroupSpec, StoreAddress, StoreHost, connect
-from coterie.comm.transport import TransportError
+from coterie.comm.transport import Aborted, TransportError
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -73,6 +74,13 @@ def test_a_rank_that_never_joins_is_named() -> None:
     assert outcomes[1] is not None
     succeeded, text = outcomes[1]
     assert not succeeded and text.startswith("RankLost") and "rank 0 did not join within 0.5 s" in text
+
+
+def test_a_meeting_that_is_given_up_ends_at_once() -> None:
+    host, began = StoreHost(), time.monotonic()
+    with pytest.raises(Aborted, match="given up while its ranks met"):
+        connect(host.address, GroupSpec(0, 2, timeout=30.0), lambda: time.monotonic() - began > 0.2)
+    assert time.monotonic() - began < 10.0
 
 
 def test_a_port_in_use_and_an_unknown_interface() -> None:

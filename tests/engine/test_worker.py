@@ -23,7 +23,7 @@ from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
 from coterie.engine.errors import EngineDead
 from coterie.engine.messages import Abort, Drain, FromEngine, Output, Stats, ToEngine
-from coterie.engine.process import Hello, start_process
+from coterie.engine.process import Hello, spawn, start_process
 from coterie.engine.wire import Wire
 from coterie.engine.worker import EngineLink, EngineLoop, serve_wire, start_thread
 from coterie.spec.errors import CoterieError
@@ -267,6 +267,16 @@ def test_a_process_that_cannot_load_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonsense"}))
     with pytest.raises(CoterieError, match="nonsense"):
         start_process(Hello(str(tmp_path), EngineConfig()))
+
+
+def test_a_process_whose_parent_goes_while_it_loads_ends_without_a_word(
+    tmp_path: Path, tiny_config: dict, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config))
+    wire, child = spawn(Hello(str(tmp_path), EngineConfig(load_format="dummy", threads=1, max_model_len=64)))
+    wire.close()
+    assert child.wait(timeout=60) == 1
+    assert capfd.readouterr().err == ""
 
 
 def test_sending_to_an_ended_process_is_engine_dead(tmp_path: Path, tiny_config: dict) -> None:

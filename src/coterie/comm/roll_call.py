@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -37,10 +38,10 @@ class Roster:
         self._machine = machine_name()
         self._processes: dict[int, tuple[str, int]] = {}
 
-    def meet(self, seconds: float) -> tuple[int, ...]:
-        """Sign in and wait for the others; returns the ranks that did not come."""
+    def meet(self, seconds: float, given_up: Callable[[], bool]) -> tuple[int, ...]:
+        """Sign in and wait for the others; returns the ranks that did not come, or not before it was given up."""
         self._store.set(f"here/{self._rank}", json.dumps([self._machine, os.getpid()]))
-        missing = self._wait("here", seconds, watch=False)
+        missing = self._wait("here", seconds, given_up)
         for rank in set(range(self._size)) - set(missing):
             machine, process = json.loads(self._store.get(f"here/{rank}"))
             self._processes[rank] = (machine, process)
@@ -51,16 +52,19 @@ class Roster:
         try:
             self._store.set_timeout(timedelta(seconds=GRACE_SECONDS))
             self._store.set(f"failed/{self._rank}", what)
-            return self._wait("failed", GRACE_SECONDS, watch=True)
+            return self._wait("failed", GRACE_SECONDS, lambda: False, watch=True)
         except RuntimeError:
             return None
 
-    def _wait(self, prefix: str, seconds: float, *, watch: bool) -> tuple[int, ...]:
+    def _wait(
+        self, prefix: str, seconds: float, given_up: Callable[[], bool], *, watch: bool = False
+    ) -> tuple[int, ...]:
         deadline = time.monotonic() + seconds
         missing = set(range(self._size))
         while True:
             missing -= {rank for rank in missing if self._store.check([f"{prefix}/{rank}"])}
-            if not missing or (watch and all(map(self._ended, missing))) or time.monotonic() > deadline:
+            over = given_up() or time.monotonic() > deadline
+            if not missing or over or (watch and all(map(self._ended, missing))):
                 return tuple(sorted(missing))
             time.sleep(POLL_SECONDS)
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
@@ -88,8 +89,14 @@ class GroupSpec:
     verify: bool = False
 
 
-def connect(address: StoreAddress, spec: GroupSpec) -> TorchTransport:
-    """Join a group and wait for all its ranks. Raises `RankLost` naming those that did not come in time."""
+def never() -> bool:
+    """Nobody gives a meeting up."""
+    return False
+
+
+def connect(address: StoreAddress, spec: GroupSpec, given_up: Callable[[], bool] = never) -> TorchTransport:
+    """Join a group and wait for all its ranks. Raises `RankLost` naming those that did not come in time, `Aborted` as
+    soon as `given_up` says that they need not meet any more."""
     if not 0 <= spec.rank < spec.size:
         raise TransportError(f"rank {spec.rank} of {spec.size} ranks")
     patience = timedelta(seconds=spec.timeout)
@@ -98,7 +105,21 @@ def connect(address: StoreAddress, spec: GroupSpec) -> TorchTransport:
     except Exception as error:
         raise TransportError(f"cannot reach the ranks' store at {address.host}:{address.port}: {error}") from error
     inner = dist.PrefixStore(f"gen-{spec.generation}/{spec.purpose}", store)
-    return TorchTransport(inner, spec, spec.purpose, _device_address(address, spec.interface))
+    meeting = _Meeting(inner, _device_address(address, spec.interface), given_up)
+    return TorchTransport(meeting, spec, spec.purpose)
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Where the ranks of a group meet, the address to listen on, and whether the meeting is off."""
+
+    store: dist.Store
+    host: str
+    given_up: Callable[[], bool]
+
+    def at(self, key: str) -> _Meeting:
+        """A meeting of some of them."""
+        return replace(self, store=dist.PrefixStore(key, self.store))
 
 
 def _device_address(address: StoreAddress, interface: str | None) -> str:
@@ -157,24 +178,26 @@ class TorchTransport:
     """
 
     def __init__(
-        self, store: dist.Store, spec: GroupSpec, name: str, host: str, numbers: tuple[int, ...] | None = None
+        self, meeting: _Meeting, spec: GroupSpec, name: str, numbers: tuple[int, ...] | None = None
     ) -> None:
         self.rank, self.size, self.spec, self.name = spec.rank, spec.size, spec, name
         self.numbers = tuple(range(spec.size)) if numbers is None else numbers
         self.bytes_to: Int64 = np.zeros(spec.size, np.int64)
         self.exchanges = 0
         self.stamp_ends = False
-        self._store, self._host, self._timeout = store, host, spec.timeout
+        self._meeting, self._timeout = meeting, spec.timeout
         self._aborted = threading.Event()
         self._children: list[TorchTransport] = []
         self._flying: set[Any] = set()
         self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        self._roster = Roster(store, spec.rank, spec.size)
-        missing = self._numbers(self._roster.meet(spec.timeout))
+        self._roster = Roster(meeting.store, spec.rank, spec.size)
+        missing = self._numbers(self._roster.meet(spec.timeout, meeting.given_up))
+        if meeting.given_up():
+            raise Aborted(f"{self._label()}: given up while its ranks met")
         if missing:
             raise RankLost(f"{self._label()}: {_ranks(missing)} did not join within {spec.timeout:g} s", missing)
         self._group: Any
-        self._group, self._device = self._open()
+        self._group, self._device = self._open_or_give_up()
 
     def _numbers(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.numbers[rank] for rank in ranks)
@@ -182,20 +205,43 @@ class TorchTransport:
     def _label(self) -> str:
         return f"group {self.name}, generation {self.spec.generation}"
 
+    def _open_or_give_up(self) -> tuple[Any, torch.device]:
+        """Connect with the others on a thread: a rank that dies just now would hold this one up for the timeout."""
+        opened: SimpleQueue[tuple[Any, torch.device] | TransportError] = SimpleQueue()
+
+        def body() -> None:
+            try:
+                opened.put(self._open())
+            except TransportError as error:
+                opened.put(error)
+
+        threading.Thread(target=body, name="coterie-connect", daemon=True).start()
+        while True:
+            try:
+                result = opened.get(timeout=WAKE_SECONDS)
+            except Empty:
+                if self._meeting.given_up():
+                    raise Aborted(f"{self._label()}: given up while its ranks connected") from None
+                continue
+            if isinstance(result, TransportError):
+                raise result
+            return result
+
     def _open(self) -> tuple[Any, torch.device]:
         limit = timedelta(seconds=self.spec.timeout)
         try:
             if self.spec.backend == "gloo":
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._timeout = limit
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-                return dist.ProcessGroupGloo(self._store, self.rank, self.size, options), torch.device("cpu")
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._meeting.host)]
+                group = dist.ProcessGroupGloo(self._meeting.store, self.rank, self.size, options)
+                return group, torch.device("cpu")
             if not dist.is_nccl_available():
                 raise TransportError("this torch has no NCCL; use gloo")
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = limit
             device = torch.device("cuda", self.rank % torch.cuda.device_count())
-            return dist.ProcessGroupNCCL(self._store, self.rank, self.size, nccl), device
+            return dist.ProcessGroupNCCL(self._meeting.store, self.rank, self.size, nccl), device
         except RuntimeError as error:
             raise TransportError(f"{self._label()}: rank {self.rank} cannot connect: {error}") from error
 
@@ -305,8 +351,7 @@ class TorchTransport:
         spec = replace(self.spec, rank=members.index(self.rank), size=len(members))
         self._made[name, members] += 1  # a second group of one name is another group
         key = f"{name}.{self._made[name, members]}/{'-'.join(map(str, members))}"
-        store, label = dist.PrefixStore(key, self._store), f"{self.name}/{name}"
-        child = TorchTransport(store, spec, label, self._host, self._numbers(members))
+        child = TorchTransport(self._meeting.at(key), spec, f"{self.name}/{name}", self._numbers(members))
         self._children.append(child)
         return child
 

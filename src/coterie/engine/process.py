@@ -8,6 +8,7 @@ messages. With a seat the child is one of several ranks, and waits for the front
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import socket
 import subprocess
@@ -147,6 +148,13 @@ def main(descriptor: int) -> None:
     hello = next(messages, None)
     if not isinstance(hello, Hello):
         return
+
+    def tell(message: FromChild) -> None:
+        try:
+            wire.send(message)
+        except OSError:
+            os._exit(1)  # the parent has gone while this loaded: nobody is left to hear of it
+
     seat = hello.seat
     if seat is not None:  # takes a second in which nothing else here runs: not once there must be signs of life
         importlib.import_module("coterie.comm.torch_dist")
@@ -158,17 +166,17 @@ def main(descriptor: int) -> None:
         core, info = build_engine(
             hello.model_path,
             config,
-            lambda done, total: wire.send(Loading(done, total)),
+            lambda done, total: tell(Loading(done, total)),
             service=hello.service,
             share=share,
         )
         mark = None if seat is None else fingerprint(info)
     except CoterieError as error:
-        wire.send(Failed(str(error)))
+        tell(Failed(str(error)))
         return
     report = [(choice.what, choice.value, choice.reason) for choice in info.report]
     capacity = core.scheduler.pool.num_blocks * hello.config.page_size
-    wire.send(Ready(info.max_model_len, report, list(info.load_lines), mark, capacity))
+    tell(Ready(info.max_model_len, report, list(info.load_lines), mark, capacity))
     if seat is None:
         serve_wire(core, wire, engine_messages(messages))
     else:

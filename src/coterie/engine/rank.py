@@ -91,7 +91,7 @@ class Rank:
         self.choices: tuple[Choice, ...] = ()
         self.rebalancer: Rebalancer | None = None
         self._moving = None if not seat.rebalance.steps else self._prepare_moves()
-        self._generation = -1
+        self._generation = self._newest = -1
         self._transports: list[Transport] = []
         self._lock = threading.Lock()
 
@@ -147,8 +147,9 @@ class Rank:
         return self._seat.number
 
     def interrupt(self, generation: int) -> None:
-        """End what this rank waits for in a generation before `generation`."""
+        """End what this rank waits for in a generation before `generation`, the meeting of its members too."""
         with self._lock:
+            self._newest = max(self._newest, generation)
             if generation > self._generation:
                 for transport in self._transports:
                     transport.abort()
@@ -188,7 +189,8 @@ class Rank:
         seat = self._seat
         place, size = regroup.members.index(seat.number), len(regroup.members)
         spec = GroupSpec(place, size, regroup.generation, purpose, MEET_SECONDS, interface=seat.interface)
-        return connect(StoreAddress(seat.store_host, seat.store_port), spec)
+        address = StoreAddress(seat.store_host, seat.store_port)
+        return connect(address, spec, lambda: self._newest > regroup.generation)
 
     def _placement(self, regroup: Regroup) -> ExpertPlacement:
         spec = self._info.files.spec
@@ -275,7 +277,7 @@ def _generations(rank: Rank, loop: EngineLoop, wire: Wire[Any], inbox: SimpleQue
             rank.leave()
             if loop.is_drained:  # the first to leave may cut off the last
                 return
-            _log.warning("rank %d fell out of generation %d: %s", rank.number, asked.generation, error)
+            _log.warning("rank %d waits for the generation after %d: %s", rank.number, asked.generation, error)
             wire.send(_fault(asked.generation, error))
             regroup = loop.take_regroup()
 
