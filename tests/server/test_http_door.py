@@ -247,6 +247,15 @@ def test_a_length_is_called_what_the_client_called_it(path, body, name, length):
         assert set(re.findall(r"max_\w*tokens", message)) == {name}
 
 
+@pytest.mark.parametrize(("path", "body", "name"), [
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 500}]}, "max_completion_tokens"),
+    ("/v1/responses", {"input": "a" * 500}, "max_output_tokens"), (TEXT, {"prompt": "a" * 500}, "max_tokens"),
+])  # fmt: skip
+def test_a_length_that_nobody_asked_for_is_called_what_the_route_calls_it(path, body, name):
+    message = refused(post(MockEngine(), path, body))["message"]
+    assert f"no {name} was asked for" in message and re.findall(r"max_\w*tokens", message) == [name]
+
+
 def test_truncated_prompt_keeps_its_end():
     engine = MockEngine()
     post(engine, TEXT, {"prompt": [5] * 200 + [6, 7], "truncate_prompt_tokens": 3})

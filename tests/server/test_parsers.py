@@ -130,6 +130,26 @@ def test_what_is_cut_off_is_content(form: ToolFormat) -> None:
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_behind_a_forced_call_nothing_cut_off_is_content(form: ToolFormat, is_limited: bool) -> None:
+    rules = ParseRules(None, form, max_calls=1 if is_limited else None, is_forced=True)
+    first, second = spelled(form, "f", {"a": 1}), spelled(form, "g", {"b": [2]})
+    text = answer(form, [first, second])
+    opening = 0 if form.section is None else text.index(form.section.open) + len(form.section.open)
+    one, two = text.index(first, opening) + len(first), text.index(second, opening) + len(second)
+    for length in range(len(text) + 1):
+        found = read(rules, "answer", [text[:length]])
+        assert read(rules, "answer", list(text[:length]))[:7] == found[:7]
+        _, content, calls, *_, segments, told = found
+        if length < one:
+            assert (content, calls) == (text[:length], []), "no call: all of it is content"
+            continue
+        assert values(calls) == [("f", {"a": 1}), ("g", {"b": [2]})][: 1 + (length >= two and not is_limited)]
+        assert content == "" and {kind for kind, _ in segments} == {"call"}
+        assert "".join(text for kind, text, *_ in told if kind != "call") == ""
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("body", ["", "f", "nonsense {", '{"name": 3}', "f<｜tool▁sep｜>[1]", 'f">x', "{" * 500])
 def test_blocks_that_are_no_calls_are_content(form: ToolFormat, body: str) -> None:
     if form.name == "glm45" and body == "f":

@@ -68,7 +68,8 @@ class ChatCall:
     @property
     def names(self) -> dict[str, str]:
         """The client's names of the engine's fields, where they differ."""
-        names = {"prompt": "messages", "logprobs": "top_logprobs"} | renamed_length(self.request)
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        names |= renamed_length(self.request, "max_completion_tokens")
         return names if self.structure is None else names | {"grammar": self.structure.field}
 
     @property
@@ -150,6 +151,7 @@ def plan_answer(
         None if use is None else form,
         {} if use is None else use.tools,
         None if use is None or use.many else 1,
+        is_forced=use is not None and bool(use.forced),
     )
     tags = "".join((*(rules.calls.tags if rules.calls else ()), *((thinking.open, thinking.close) if thinking else ())))
     shown = tuple(sorted(special_in(tokenizer, tags)))

@@ -59,7 +59,7 @@ class CompletionCall:
     @property
     def names(self) -> dict[str, str]:
         """The client's names of the engine's fields, where they differ."""
-        names = {"prompt_logprobs": "logprobs"} | renamed_length(self.request)
+        names = {"prompt_logprobs": "logprobs"} | renamed_length(self.request, "max_tokens")
         return names if self.structure is None else names | {"grammar": self.structure.field}
 
     def writer(self) -> StreamWriter:

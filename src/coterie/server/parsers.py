@@ -49,12 +49,14 @@ def start_of(prompt: str, tags: Tags | None) -> Start:
 @dataclass(frozen=True, slots=True)
 class ParseRules:
     """What to look for. `thinking` None: text that looks like it is content; `calls` None: likewise.
-    max_calls: calls beyond it are dropped."""
+    max_calls: calls beyond it are dropped. is_forced: a grammar lets nothing but calls follow a call, so what is cut
+    off behind one is dropped too."""
 
     thinking: Tags | None = None
     calls: ToolFormat | None = None
     tools: Tools = field(default_factory=dict)
     max_calls: int | None = None
+    is_forced: bool = False
 
 
 class AnswerParser:
@@ -75,6 +77,7 @@ class AnswerParser:
         self._body = ""
         self._section_calls = 0
         self._is_told = False  # a block was shown as a call and is none
+        self._drops = False  # what comes now is no content
         self._reader: CallReader | None = None
         self._parts: list[Part] = []
         self._num_bytes = 0
@@ -93,16 +96,18 @@ class AnswerParser:
         return self._given()
 
     def finish(self) -> list[Part]:
-        """No more text comes: give out what was held. A block that never closed is content."""
+        """No more text comes: give out what was held. A block that never closed is content, a dropped one nothing."""
+        self._drops = self._rules.is_forced and self.num_calls > 0
         more: str | None = ""
         while more is not None:
             self._feed(more)
             finder = self._finder
             shown, match = finder.flush()
             more = self._settle(finder, shown, match)
-        if self._state is _State.CALL or (self._state is _State.SECTION and not self._section_calls):
+        is_wanted = self._state is _State.CALL and self._reader is not None
+        if is_wanted or (self._state is _State.SECTION and not self._section_calls):
             self._lose(self._raw + self._body)
-        if self._state is not _State.THINKING:
+        if self._state is not _State.THINKING and not self._drops:
             self._say("content", self._blanks)
         self._raw = self._body = self._blanks = ""
         return self._given()
@@ -184,7 +189,8 @@ class AnswerParser:
                     self._parts += self._reader.push(text)
 
     def _content(self, text: str) -> None:
-        self._say("content", self._spaced(text))
+        if not self._drops:
+            self._say("content", self._spaced(text))
 
     def _spaced(self, text: str) -> str:
         """The text behind the blanks that were held, without those at its own end, which are held in turn."""
@@ -270,4 +276,4 @@ class AnswerParser:
             self._content(text)
         elif text:
             self._trim = False
-            self._parts.append(Part("broken", text))
+            self._parts.append(Part("broken", "" if self._drops else text))

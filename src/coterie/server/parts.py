@@ -21,8 +21,9 @@ class Part:
     """A part of an answer. Calls are said one after another, so a part of a call belongs to the last that has begun.
 
     reasoning, content: text. begun: a call with this name and id. arguments: a piece of its arguments. called: it is
-    complete. broken: it never will be, and `text`, tags included, is content; a stream has already shown it as a call,
-    and does not show it again. reassigned: all content before it was reasoning, which a stream cannot take back either.
+    complete. broken: it never will be, and `text`, tags included, is content, if any; a stream has already shown it
+    as a call, and does not show it again. reassigned: all content before it was reasoning, which a stream cannot take
+    back either.
     """
 
     kind: PartKind
@@ -105,7 +106,8 @@ class Parsed:
     def _break(self, text: str) -> None:
         logprobs = self.segments.pop().logprobs if self._in_call else EncodedList()
         self._in_call = False
-        self._text("content", text)
+        if text:
+            self._text("content", text)
         self.last_logprobs.add(logprobs)
 
     def _text(self, kind: Literal["reasoning", "content"], text: str) -> None:

@@ -27,6 +27,7 @@ from coterie.server.protocol import (
 )
 from coterie.server.responses_answer import ResponsesGatherer, ResponsesWriter
 from coterie.server.responses_protocol import InputItem, ResponsesRequest, TextFormat
+from coterie.server.sampling import asked_length
 from coterie.server.state import ServedModel, ServerState
 from coterie.server.streaming import Envelope, StreamWriter
 
@@ -60,7 +61,8 @@ class ResponsesCall:
         """The client's names of the engine's fields, where they differ."""
         names = {field: _FORMAT.sub("text.format", name) for field, name in self.chat.names.items()}
         names["prompt"] = "input"
-        return names if self.request.max_output_tokens is None else names | {"max_tokens": "max_output_tokens"}
+        is_own = self.request.max_output_tokens is not None or asked_length(self.request) is None
+        return names | {"max_tokens": "max_output_tokens"} if is_own else names
 
     def writer(self) -> StreamWriter:
         """For the streamed form."""

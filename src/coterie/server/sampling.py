@@ -65,9 +65,11 @@ def asked_length(request: SamplingFields) -> int | None:
     return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
 
 
-def renamed_length(request: SamplingFields) -> dict[str, str]:
-    """What the client calls the engine's max_tokens, if something else."""
-    return {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+def renamed_length(request: SamplingFields, own: str) -> dict[str, str]:
+    """What the client calls the engine's max_tokens, by the field it sent; by the route's `own` if it sent none."""
+    if request.max_completion_tokens is not None:
+        return {"max_tokens": "max_completion_tokens"}
+    return {} if request.max_tokens is not None else {"max_tokens": own}
 
 
 def check_fan_out(num_prompts: int, request: SamplingFields, max_choices: int, capacity: int) -> None:

@@ -45,7 +45,7 @@ class _Choice(Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """`declared`: as the client wrote them, for the template. `forced`: one of these must be called; empty if the model
-    may choose. `many`: whether there may be several calls."""
+    may choose. `many`: whether there may be several calls; a tool that is named is called once."""
 
     tools: Tools
     declared: list[dict[str, Any]]
@@ -73,7 +73,8 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
         tools[function.name] = Tool(
             function.name, {"type": "object", **(function.parameters or {})}, strict=function.strict is True
         )
-    return ToolUse(tools, declared, _forced(choice, tools), request.parallel_tool_calls is not False)
+    many = request.parallel_tool_calls is not False and not isinstance(choice, dict)
+    return ToolUse(tools, declared, _forced(choice, tools), many)
 
 
 def _forced(choice: str | dict[str, Any] | None, tools: Tools) -> tuple[Tool, ...]:
