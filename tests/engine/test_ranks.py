@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from coterie.engine import launch
 from coterie.engine.config import EngineConfig
 from coterie.engine.frontend import AsyncEngine
 from coterie.engine.launch import Launch, RunSpec, start_all
@@ -264,6 +265,18 @@ def test_a_rank_that_cannot_load_ends_all() -> None:
 def test_layouts_that_cannot_be_are_refused_before_a_process_starts() -> None:
     with pytest.raises(CoterieError, match=r"34 slots for 32 experts on 4 ranks"):
         AsyncEngine.launch(None, CONFIG, run=RunSpec(parallel=ParallelConfig(ep=4, redundant_experts=2)))
+
+
+def test_ranks_that_the_machine_cannot_hold_are_refused_and_crowded_ones_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunSpec(parallel=ParallelConfig(ep=1024))
+    monkeypatch.setattr(launch, "available_memory", lambda: 10**12)
+    Launch(shipped_model_path(), CONFIG, run)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "1024 ranks share" in caplog.text
+    monkeypatch.setattr(launch, "available_memory", lambda: 10**11)
+    with pytest.raises(CoterieError, match=r"^1024 ranks on this machine need .* 100.00 GB can be had, enough for 5"):
+        Launch(shipped_model_path(), CONFIG, run)
 
 
 @pytest.mark.slow

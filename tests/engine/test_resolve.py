@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from coterie.engine.config import EngineConfig
-from coterie.engine.resolve import DEFAULT_CONTEXT, Resolved, check_weights_fit, resolve
+from coterie.engine.resolve import (
+    DEFAULT_CONTEXT,
+    RANK_MEMORY,
+    Resolved,
+    check_weights_fit,
+    memory_of_rank,
+    resolve,
+)
 from coterie.model.banks import RoleNeed
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec
@@ -107,3 +114,15 @@ def test_weights_that_do_not_fit() -> None:
         check_weights_fit(needs, spec, EngineConfig(), whole - 10**9)
     with pytest.raises(CoterieError, match=r"cache of 1000000 tokens 0\.51 GB.*use a smaller model"):
         check_weights_fit(needs, spec, EngineConfig(kv_cache_tokens=10**6, dtype="float32"), 10**9)
+
+
+def test_ranks_that_cannot_fit_are_refused_with_what_does() -> None:
+    spec = make_spec()
+    least = spec.num_parameters // 2 // 4
+    room = 4 * (RANK_MEMORY + least)
+    assert memory_of_rank(spec, 4, 4, room) == least
+    assert memory_of_rank(spec, 4, 2, room) == room // 2 - RANK_MEMORY, "two of the four are here"
+    with pytest.raises(CoterieError, match=r"4 ranks on this machine need .*at least .*, enough for 3$"):
+        memory_of_rank(spec, 4, 4, room - 4)
+    with pytest.raises(CoterieError, match=r"enough for 0$"):
+        memory_of_rank(spec, 4, 4, 1000)

@@ -8,6 +8,7 @@ children of this process, or under torchrun (`remote`) the first is and the othe
 from __future__ import annotations
 
 import importlib.util
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +27,16 @@ from coterie.engine.process import Child, FromChild, Hello, StartedProcess, spaw
 from coterie.engine.rank import Seat
 from coterie.engine.rebalance import RebalancePolicy
 from coterie.engine.remote import FrontDoor, Join, World
-from coterie.engine.resolve import check_config
+from coterie.engine.resolve import check_config, memory_of_rank
 from coterie.engine.wire import Wire
 from coterie.engine.worker import Closed, Deliver, EngineLink
+from coterie.kernels.machine import machine
 from coterie.kernels.select import Choice
 from coterie.model.shard import ExpertShard
 from coterie.spec.errors import CoterieError
 from coterie.spec.parallel import ONE_RANK, ParallelConfig
+
+_log = logging.getLogger(__name__)
 
 Opened = tuple[Wire[Any], Child]
 """A process that loads."""
@@ -65,6 +69,11 @@ class Launch:
         self._files = open_model(path, strict=config.strict)
         check_config(self._files.spec, config)
         self._placement = parallel.placement(self._files.spec)
+        self._local = local = parallel.num_ranks if world is None else world.local_size
+        self._memory = memory_of_rank(self._files.spec, parallel.num_ranks, local, available_memory())
+        if local > machine().threads:
+            reason = "expect it to be slower than one rank, as they wait for each other in every layer"
+            _log.warning("%d ranks share %d cores (%s): %s", local, machine().threads, machine().threads_reason, reason)
         self.processes: list[StartedProcess] = []
 
     def load(self, progress: Progress | None = None) -> EngineInfo:
@@ -73,8 +82,6 @@ class Launch:
 
         self._store = StoreHost() if self._world is None else StoreHost(self._world.host)
         ranks = self._parallel.num_ranks
-        self._local = ranks if self._world is None else self._world.local_size
-        self._memory = available_memory() // self._local
         self.processes = start_all([partial(self._open, rank, self._config) for rank in range(ranks)], progress)
         ready = [process.ready for process in self.processes]
         try:

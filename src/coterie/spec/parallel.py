@@ -62,12 +62,22 @@ class ParallelConfig:
         if self.num_ranks % self.tp:
             raise SpecError(f"ep {self.ep} does not divide into groups of tp {self.tp}; give a multiple of {self.tp}")
         check_topology(self.num_ranks, self.nodes)
+        if self.is_single:
+            self._check_single()
         each = self.num_ranks // self.nodes
         if each % self.tp:
             raise SpecError(
                 f"the {self.tp} ranks of a tp group must lie on one node, and {self.num_ranks} ranks on {self.nodes} "
                 f"nodes are {each} a node; give fewer nodes, or a multiple of {self.tp * self.nodes} ranks"
             )
+
+    def _check_single(self) -> None:
+        """One rank has nobody to exchange with; what would be ignored is refused."""
+        asked = {"redundant_experts": self.redundant_experts, "rebalance_steps": self.rebalance_steps}
+        vain = [f"{name} {value}" for name, value in asked.items() if value]
+        vain += ["overlap on"] if self.overlap == "on" else []
+        if vain:
+            raise SpecError(f"{' and '.join(vain)} need several ranks: ask for some with ep, or leave it out")
 
     @property
     def num_ranks(self) -> int:
