@@ -77,7 +77,7 @@ class ParallelConfig:
         vain = [f"{name} {value}" for name, value in asked.items() if value]
         vain += ["overlap on"] if self.overlap == "on" else []
         if vain:
-            raise SpecError(f"{' and '.join(vain)} need several ranks: ask for some with ep, or leave it out")
+            raise SpecError(f"{' and '.join(vain)} only several ranks can have: ask for some with ep, or leave it out")
 
     @property
     def num_ranks(self) -> int:
