@@ -80,11 +80,12 @@ $(STAMPS)/models: $(STAMPS)/dev
 	@touch $@
 
 # Clients that the slow tests run against the server: each family in a folder of its own, as they pin each other's
-# dependencies (docs/dependencies.md). About 1.2 GB on disk.
+# dependencies (docs/dependencies.md). About 2.4 GB on disk, half of it aiperf.
 CLIENTS := $(VENV)/clients
 $(STAMPS)/clients: $(STAMPS)/dev
 	rm -rf $(CLIENTS)
 	$(INSTALL) --target $(CLIENTS)/openai-2 "openai>=2,<3" langchain-openai instructor llm
 	$(INSTALL) --target $(CLIENTS)/litellm "litellm>=1.110"
 	$(INSTALL) --target $(CLIENTS)/lm-eval "lm-eval[api]>=0.4.13"
+	$(INSTALL) --target $(CLIENTS)/aiperf "aiperf>=0.13"
 	@touch $@
