@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -159,6 +160,27 @@ def test_a_restarted_rank_joins_while_the_others_serve(alone: list[list[int]]) -
 
     try:
         running.run(work)
+    finally:
+        running.close()
+
+
+def test_a_hung_rank_with_full_buffers_holds_nobody_up(alone: list[list[int]]) -> None:
+    """It reads no more messages: the front end must not wait in a `send` to it."""
+    running = Running(**SPARE, restart_ranks=False)
+
+    async def work(engine: AsyncEngine) -> None:
+        await engine.generate(PROMPTS[0], params(4))
+        kill(running, 1, signal.SIGSTOP)
+        many = [engine.generate(PROMPTS[-1] * 6, params(2)) for _ in range(40)]
+        outputs: list[RequestOutput] = await asyncio.gather(*many)
+        assert all(output.outputs[0].token_ids == outputs[0].outputs[0].token_ids for output in outputs)
+        assert await together(engine, 8) == [tokens[:8] for tokens in alone]
+
+    try:
+        wire = running.launch.processes[1].wire
+        wire._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        running.run(work)
+        assert group(running).ranks[1].state == "lost" and group(running).living == 2
     finally:
         running.close()
 

@@ -263,6 +263,17 @@ def test_an_announced_frame_takes_no_memory_before_it_comes() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
+def test_sending_to_a_peer_that_does_not_read_ends_in_time() -> None:
+    ours, theirs = socket.socketpair()
+    wire: Wire[ToEngine] = Wire(ours, ToEngine)  # type: ignore[arg-type]
+    wire.limit_sending(0.2)
+    began = time.monotonic()
+    with pytest.raises(BlockingIOError):
+        wire.send("x" * (16 << 20))
+    assert 0.1 < time.monotonic() - began < 10.0
+    theirs.close()
+
+
 def test_a_process_that_cannot_load_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonsense"}))
     with pytest.raises(CoterieError, match="nonsense"):

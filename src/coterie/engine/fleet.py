@@ -155,6 +155,7 @@ class Fleet:
         """Read a process's messages on a thread of their own, for as long as it lives."""
         process, life = place.process, place.life
         assert process is not None
+        process.wire.limit_sending(MOST_MISSES * BEAT_SECONDS)
 
         def body() -> None:
             for message in process.wire.receive():
@@ -425,8 +426,16 @@ class Fleet:
         if place.process is not None and place.state in ("ready", "member"):
             try:
                 place.process.wire.send(message)
+            except BlockingIOError:
+                life = place.life
+                self._events.put(lambda: self._deaf(place, life))
             except OSError:
                 _log.debug("rank %d is gone, which will be seen: not sent: %r", place.number, message)
+
+    def _deaf(self, place: Place, life: int) -> None:
+        """A rank has not read for so long that a message for it did not fit in the buffers between."""
+        if life == place.life and place.state in ("ready", "member"):
+            self._lose(place, "reads no messages")
 
     def _to_members(self, message: ToRank) -> None:
         for place in self._members:

@@ -44,6 +44,14 @@ class Wire(Generic[T]):
         with self._lock:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
+    def limit_sending(self, seconds: float) -> None:
+        """Let a `send` to a peer that does not read fail with OSError after so long. The wire is of no use then: a part
+        of the frame may have gone."""
+        whole, part = divmod(seconds, 1.0)
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(whole), int(part * 1_000_000))
+        )
+
     def receive(self) -> Iterator[T]:
         """Values until the peer closes, the connection breaks or a frame is over the bound."""
         while (header := self._read(_LENGTH.size)) is not None:
