@@ -16,10 +16,10 @@ import pytest
 from coterie.cli import session
 from coterie.cli.main import run
 from coterie.engine.config import EngineConfig
+from coterie.engine.launch import RunSpec
 from coterie.engine.messages import Stats
 from coterie.engine.output import ChoiceDelta, PromptInfo, RequestTimes
 from coterie.spec.errors import CoterieError
-from coterie.spec.parallel import ParallelConfig
 
 
 class ByteTokenizer:
@@ -60,10 +60,8 @@ class ScriptedEngine:
         self.refuse_longer_than = 10_000
         self.pieces = [("Hel", (5, 6)), ("", (7,)), ("lo", (8,))]
 
-    def launch(
-        self, path: object, config: EngineConfig, *, progress: object = None, parallel: ParallelConfig
-    ) -> ScriptedEngine:
-        assert parallel.is_single
+    def launch(self, path: object, config: EngineConfig, *, run: RunSpec, progress: object = None) -> ScriptedEngine:
+        assert run.parallel.is_single
         assert callable(progress)
         progress(50, 100)
         self.launched.append((path, config))

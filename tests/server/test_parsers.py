@@ -57,8 +57,13 @@ def spelled(form: ToolFormat, name: str, arguments: dict[str, Any]) -> str:
     elif form.name == "kimi_k2":
         inner = f"functions.{name}:0<|tool_call_argument_begin|>{body}"
     elif form.name == "glm45":
-        inner = name + "\n" + "".join(
-            f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n" for key, value in arguments.items()
+        inner = (
+            name
+            + "\n"
+            + "".join(
+                f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n"
+                for key, value in arguments.items()
+            )
         )
     elif form.name == "qwen3_coder":
         members = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
@@ -164,7 +169,7 @@ def test_blocks_that_are_no_calls_are_content(form: ToolFormat, body: str) -> No
 
 def test_a_bad_block_between_good_ones() -> None:
     good = spelled(HERMES, "f", {"a": 1})
-    bad = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": }}\n</tool_call>"
+    bad = '<tool_call>\n{"name": "f", "arguments": {"a": }}\n</tool_call>'
     _, content, calls, *_ = read_every_way(ParseRules(None, HERMES), "answer", f"{good}\n{bad}\n{good}")
     assert content.strip() == bad and values(calls) == [("f", {"a": 1})] * 2
     form = FORMS["deepseek_v31"]
@@ -305,7 +310,7 @@ def test_where_an_answer_begins() -> None:
 
 # Everything at once, cut at random
 
-WORDS = st.text("ab <>/|\n漢{}\"", max_size=12)
+WORDS = st.text('ab <>/|\n漢{}"', max_size=12)
 VALUES = st.one_of(st.integers(), st.booleans(), st.lists(st.integers(), max_size=2))
 ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b"]), VALUES, max_size=2)
 
@@ -341,6 +346,16 @@ def test_any_answer_under_any_cuts(data: st.DataObject) -> None:
         else:
             complete.pop(0)
     assert not complete, "every complete call was told"
+
+
+def test_blanks_behind_text_in_a_section_of_calls_are_text_however_they_come() -> None:
+    """Found by the test above: a closing tag that is cut, and a blank behind it."""
+    form = next(form for form in TOOL_FORMATS if form.name == "deepseek_v32")
+    assert form.section is not None
+    text = answer(form, [spelled(form, "f", {"a": 0})]).replace(form.section.close, form.section.close[1:] + " ")
+    whole = read(ParseRules(THINK, form), "open", [text])
+    assert read(ParseRules(THINK, form), "open", list(text)) == whole
+    assert whole[1] == form.section.close[1:] + " " and len(whole[2]) == 1
 
 
 def test_names_of_parsers() -> None:

@@ -178,7 +178,7 @@ class AnswerParser:
                     self._enter(_State.THINKING)  # from here on an opening tag is text
             case _State.ANSWER:
                 self._content(text)
-            case _State.SECTION if is_blank:
+            case _State.SECTION if is_blank and (self._raw or self._trim):  # behind a tag, not behind content
                 self._raw += text
             case _State.SECTION:
                 self._content(self._raw + text)
