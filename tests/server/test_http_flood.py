@@ -76,7 +76,8 @@ def who_obeys(service: ServiceConfig) -> tuple[int, int]:
 
 @pytest.mark.parametrize("service", [CLASSES, NO_CLASSES])
 def test_who_obeys_finds_room(service: ServiceConfig) -> None:
-    """Most who come back when they were told to are served at once (69 to 98 % in floods on a noisy machine). What a visitor is told rests on the speed of late: a machine whose speed changes meanwhile is asked again.
+    """Most who come back when they were told to are served at once (69 to 98 % in floods on a noisy machine). What a
+    visitor is told rests on the speed of late: a machine whose speed changes meanwhile is asked again.
     """
     seen = []
     for _ in range(3):
