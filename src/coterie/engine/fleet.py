@@ -483,16 +483,8 @@ def _rank_stats(place: Place) -> RankStats:
     stats = place.stats
     if stats is None:
         return RankStats(place.number, place.node, state)
-    return RankStats(
-        place.number,
-        place.node,
-        state,
-        stats.num_running,
-        stats.num_waiting,
-        stats.kv_usage,
-        stats.generation_tokens,
-        stats.steps,
-    )
+    load = (stats.num_running, stats.num_waiting, stats.kv_usage, stats.generation_tokens, stats.steps)
+    return RankStats(place.number, place.node, state, *load)
 
 
 def _reap(child: Child) -> None:
