@@ -1,0 +1,105 @@
+"""Layout: how a model is laid over devices, and in which formats; refused with the valid ones where it cannot be.
+
+tp ranks share requests (heads and columns of everything that is no expert), dp groups of them answer different
+requests, so tp x dp = devices. Experts are spread over ep ranks, and where ep is smaller than the number of devices,
+each expert is cut over the moe_tp = devices / ep ranks that hold the same ones. MLA's cache is not cut by tp.
+Not here: bytes (`memory`), times (`cost`, `network`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from coterie.spec.errors import SpecError
+from coterie.spec.model import ModelSpec
+
+WeightName = Literal["bf16", "fp8", "fp4", "int8", "int4"]
+CacheName = Literal["bf16", "fp8", "fp8-scaled", "int8"]
+
+WEIGHT_BYTES: dict[WeightName, float] = {
+    "bf16": 2.0,
+    "fp8": 1.0 + 4 / (128 * 128),
+    "fp4": 0.5 + 1 / 16,
+    "int8": 1.0 + 4 / 128,
+    "int4": 0.5 + 2 / 32,
+}
+"""Bytes of a value with its scales: fp8 one float32 per 128 x 128 block, fp4 one byte per 16 (NVFP4), int8 a float32
+per 128, int4 an f16 per 32."""
+WEIGHT_BITS: dict[WeightName, int] = {"bf16": 16, "fp8": 8, "fp4": 4, "int8": 8, "int4": 16}
+"""Operand bits of the product: int4 is read and multiplied in 16 bits (weight only)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Devices and their roles. `redundant`: expert slots beyond one for each expert. `weights` of the experts and of
+    everything else that a checkpoint quantises; `attention` of the rest, None for the same. `kv`: format of the cache.
+    `mtp`: whether the multi-token-prediction block is loaded. Raises SpecError for what cannot be."""
+
+    devices: int
+    tp: int
+    dp: int
+    ep: int
+    redundant: int = 0
+    weights: WeightName = "fp8"
+    attention: WeightName | None = None
+    kv: CacheName = "bf16"
+    mtp: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "tp", "dp", "ep"):
+            if not 1 <= getattr(self, name) <= 65536:
+                raise SpecError(f"{name} must be from 1 to 65536, not {getattr(self, name)}")
+        if self.redundant < 0:
+            raise SpecError(f"redundant experts must be at least 0, not {self.redundant}")
+        if self.tp * self.dp != self.devices:
+            raise SpecError(
+                f"tp {self.tp} x dp {self.dp} = {self.tp * self.dp} ranks, not {self.devices}; valid for {self.devices}"
+                f" devices are tp x dp of {valid_pairs(self.devices)}"
+            )
+        if self.devices % self.ep:
+            raise SpecError(
+                f"ep {self.ep} does not divide {self.devices} devices; valid are "
+                f"{', '.join(map(str, divisors(self.devices)))}"
+            )
+
+    @property
+    def moe_tp(self) -> int:
+        """Ranks that share each expert."""
+        return self.devices // self.ep
+
+    def check(self, model: ModelSpec) -> None:
+        """Raise SpecError if `model` cannot be laid out so: heads over tp, expert slots over ep."""
+        heads = {layer.attention.num_heads for layer in model.layers}
+        if any(count % self.tp for count in heads):
+            raise SpecError(f"{max(heads)} attention heads do not divide over tp {self.tp}")
+        for _, moe in model.moe_layers():
+            if (moe.num_experts + self.redundant) % self.ep:
+                least = -moe.num_experts % self.ep
+                raise SpecError(
+                    f"{moe.num_experts} experts and {self.redundant} redundant ones do not divide over ep {self.ep}; "
+                    f"valid numbers of redundant experts are {least}, {least + self.ep}, {least + 2 * self.ep}, ..."
+                )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def valid_pairs(devices: int) -> str:
+    """The (tp, dp) pairs of so many devices, as text."""
+    return ", ".join(f"{tp} x {devices // tp}" for tp in divisors(devices))
+
+
+def layouts(model: ModelSpec, devices: int, like: Layout) -> Iterator[Layout]:
+    """Every valid layout of `model` on so many devices, formats and extras as in `like`."""
+    for tp in divisors(devices):
+        for ep in divisors(devices):
+            try:
+                layout = replace(like, devices=devices, tp=tp, dp=devices // tp, ep=ep)
+                layout.check(model)
+            except SpecError:
+                continue
+            yield layout
