@@ -217,6 +217,16 @@ def test_interrupt_stops_the_answer_and_the_conversation_goes_on(engine, monkeyp
     assert bytes(engine.asked[1][0]).decode() == "^<user>a<assistant>Hel<user>b"
 
 
+def test_thoughts_are_shown_beside_the_answer_and_not_sent_back(engine, monkeypatch, capsys):
+    engine.tokenizer.chat_template += "{# <think> #}"
+    engine.pieces = [("<th", (5,)), ("ink>so", (6,)), (" so</thi", (7,)), ("nk>Hel", (8,)), ("lo <", (9,))]
+    assert chat(monkeypatch, "hi\nagain\n") == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Hello <\nHello <\n", "what may have become a tag is given out at the end"
+    assert shown.err.count("so so\n") == 2
+    assert bytes(engine.asked[1][0]).decode() == "^<user>hi<assistant>Hello <<user>again"
+
+
 def test_chat_without_any_stdin_ends_at_once(engine, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", None)
     assert run(["chat"]) == 0

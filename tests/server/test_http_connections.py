@@ -300,6 +300,7 @@ def test_beyond_the_limit_there_is_a_503_and_health_is_answered(caplog):
         assert [r.levelno for r in caplog.records if "max-connections" in r.getMessage()] == [logging.WARNING]
         busy.close()
         assert eventually(lambda: len(engine.aborted) == 1)
+        assert "coterie:connections_refused_total 10.0" in httpx.get(server.url + "/metrics").text
         response = None
         with contextlib.suppress(httpx.ReadTimeout):  # there is a place again: this one is taken and hangs
             response = httpx.post(server.url + TEXT, json={"prompt": "hi"}, timeout=0.5)

@@ -6,8 +6,10 @@ import gc
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -84,6 +86,51 @@ def swapped(url: str, model: str) -> httpx.Response:
     return response
 
 
+@dataclass
+class Seen:
+    """What clients got. `counts`: answers of each model; `wrong`: all that is no model's; `told`: codes of those that
+    were asked to come back."""
+
+    counts: dict[str, int]
+    wrong: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    def more_of(self, name: str) -> Callable[[], bool]:
+        """Whether clients have had more than a round of answers of this model since now."""
+        before = self.counts[name]
+        return lambda: self.counts[name] > before + 8
+
+
+@contextmanager
+def clients(url: str, expected: dict[str, dict[str, str]], *, retry_after: str | None = None) -> Iterator[Seen]:
+    """Eight clients that ask without a pause; those that are told to come back after `retry_after` seconds do."""
+    stop, seen = threading.Event(), Seen(dict.fromkeys(expected, 0))
+
+    def client(number: int) -> None:
+        while not stop.is_set():
+            prompt = PROMPTS[number % len(PROMPTS)]
+            response = ask(url, prompt)
+            if retry_after and response.status_code == 503 and response.headers["retry-after"] == retry_after:
+                seen.told.append(response.json()["error"]["code"])
+                time.sleep(0.02)
+                continue
+            text = response.json()["choices"][0]["text"] if response.status_code == 200 else response.text
+            of = [name for name in expected if expected[name][prompt] == text]
+            if len(of) == 1:
+                seen.counts[of[0]] += 1
+            else:
+                seen.wrong.append(f"{response.status_code} {text}")
+
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(client, number) for number in range(8)]
+        try:
+            yield seen
+        finally:
+            stop.set()
+        for future in running:
+            future.result()
+
+
 def test_nothing_is_lost_and_every_answer_is_of_one_model(server: Live) -> None:
     url = server.url
     expected = {"one": texts(url)}
@@ -92,29 +139,11 @@ def test_nothing_is_lost_and_every_answer_is_of_one_model(server: Live) -> None:
     assert answer.json()["model"] == "m" and answer.json()["max_model_len"] == 128 and answer.json()["seconds"] > 0
     expected["two"] = texts(url)
     assert all(expected["one"][prompt] != expected["two"][prompt] for prompt in PROMPTS)
-    stop, wrong, counts = threading.Event(), list[str](), {"one": 0, "two": 0}
-
-    def client(number: int) -> None:
-        while not stop.is_set():
-            prompt = PROMPTS[number % len(PROMPTS)]
-            response = ask(url, prompt)
-            text = response.json()["choices"][0]["text"] if response.status_code == 200 else response.text
-            of = [name for name in expected if expected[name][prompt] == text]
-            if len(of) == 1:
-                counts[of[0]] += 1
-            else:
-                wrong.append(f"{response.status_code} {text}")
-
-    with ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(client, number) for number in range(8)]
+    with clients(url, expected) as seen:
         for name in ("one", "two", "one", "two"):
             assert swapped(url, name).status_code == 200
-            before = dict(counts)
-            assert eventually(lambda name=name, before=before: counts[name] > before[name] + 8)
-        stop.set()
-        for future in running:
-            future.result()
-    assert wrong == [] and min(counts.values()) > 16
+            assert eventually(seen.more_of(name))
+    assert seen.wrong == [] and min(seen.counts.values()) > 16
     assert texts(url) == expected["two"]
 
 

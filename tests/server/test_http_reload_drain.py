@@ -7,7 +7,6 @@ another one.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from server_fakes import HANG, Live, MockEngine, eventually, live
-from test_http_reload import ADMIN, PROMPTS, RELOAD, TEXT, ask, launch, models, server, texts
+from test_http_reload import ADMIN, RELOAD, TEXT, ask, clients, launch, models, server, texts
 
 from coterie.engine.output import ChoiceDelta, PromptInfo
 from coterie.observe.requests import RequestObserver
@@ -45,34 +44,13 @@ def test_no_request_is_lost(server: Live) -> None:
     expected = {"one": texts(url)}
     assert exchange(url, "two").status_code == 200
     expected["two"] = texts(url)
-    stop, wrong, told, counts = threading.Event(), list[str](), list[str](), {"one": 0, "two": 0}
-
-    def client(number: int) -> None:
-        while not stop.is_set():
-            prompt = PROMPTS[number % len(PROMPTS)]
-            response = ask(url, prompt)
-            if response.status_code == 503 and response.headers["retry-after"] == "5":
-                told.append(response.json()["error"]["code"])
-                time.sleep(0.02)
-                continue
-            text = response.json()["choices"][0]["text"] if response.status_code == 200 else response.text
-            of = [name for name in expected if expected[name][prompt] == text]
-            if len(of) == 1:
-                counts[of[0]] += 1
-            else:
-                wrong.append(f"{response.status_code} {text}")
-
-    with ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(client, number) for number in range(8)]
+    with clients(url, expected, retry_after="5") as seen:
         for name in ("one", "two", "one"):
-            before = dict(counts)
+            more = seen.more_of(name)
             answer = exchange(url, name)
             assert answer.status_code == 200 and answer.json()["model"] == "m", answer.text
-            assert eventually(lambda name=name, before=before: counts[name] > before[name] + 8)
-        stop.set()
-        for future in running:
-            future.result()
-    assert wrong == [] and set(told) == {"exchanging"} and texts(url) == expected["one"]
+            assert eventually(more)
+    assert seen.wrong == [] and set(seen.told) == {"exchanging"} and texts(url) == expected["one"]
 
 
 def test_running_requests_end_before_anything_is_loaded_and_the_old_engine_is_let_go(models: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +22,7 @@ from coterie.cli.parallel import parallel_options
 from coterie.cli.remote import RemoteServer, Show
 from coterie.cli.session import LocalEngine
 from coterie.engine.config import EngineConfig
+from coterie.server.parts import Part
 from coterie.spec.errors import CoterieError
 
 Message = dict[str, str]
@@ -86,7 +87,16 @@ def local_reply(local: LocalEngine, values: Mapping[str, Any]) -> Reply:
     params = sampling_params(values)
 
     def reply(messages: list[Message], show: Show) -> Timing:
-        return local.answer(local.encode_chat(messages), params, show.text).timing
+        prompt_ids, parser = local.encode_chat(messages)
+
+        def tell(parts: Iterable[Part]) -> None:
+            for part in parts:
+                (show.thought if part.kind == "reasoning" else show.text)(part.text)
+
+        try:
+            return local.answer(prompt_ids, params, lambda text: tell(parser.push(text))).timing
+        finally:
+            tell(parser.finish())
 
     return reply
 

@@ -19,7 +19,9 @@ from coterie.engine.frontend import AsyncEngine
 from coterie.engine.launch import RunSpec
 from coterie.engine.messages import FinishReason, SamplingParams
 from coterie.engine.output import PromptInfo, RequestTimes
-from coterie.server.config import ServerConfig
+from coterie.server.config import ParserNames, ServerConfig
+from coterie.server.formats import choose_formats
+from coterie.server.parsers import AnswerParser, ParseRules, start_of
 from coterie.server.templates import ChatPrompt, ChatTemplate, TemplateLimits
 from coterie.spec.errors import CoterieError
 
@@ -71,16 +73,19 @@ class LocalEngine:
             raise _reads_no_text(self.engine.model_name)
         return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Lay messages out by the model's chat template and turn them into token ids."""
+    def encode_chat(self, messages: list[dict[str, str]]) -> tuple[list[int], AnswerParser]:
+        """Lay messages out by the model's chat template: token ids, and the parser that tells thoughts of the answer
+        from its text."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
-            return self.encode("")
+            raise _reads_no_text(self.engine.model_name)
         if self._template is None:
             tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
             self._template = ChatTemplate(tokenizer.chat_template, tokens, TEMPLATE_LIMITS)
         text = self._template.render_now(ChatPrompt([dict(message) for message in messages], True, {}))
-        return tokenizer.encode(text, add_special_tokens=self._template.is_fallback)
+        thinking = choose_formats(tokenizer.chat_template, ParserNames()).thinking
+        parser = AnswerParser(ParseRules(thinking), start_of(text, thinking))
+        return tokenizer.encode(text, add_special_tokens=self._template.is_fallback), parser
 
     def answer(self, prompt_ids: list[int], params: SamplingParams, show: Callable[[str], object]) -> Answer:
         """Stream one answer, handing each piece of text to `show`. Ctrl-C aborts it and raises KeyboardInterrupt."""

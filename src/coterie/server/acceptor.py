@@ -16,6 +16,7 @@ import os
 import resource
 import socket
 import time
+from collections.abc import Callable
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -43,11 +44,18 @@ _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Acceptor:
-    """One listening socket's. `refused` counts connections that got no answer, or a 503, for want of room."""
+    """One listening socket's. `on_refused` is told of each connection for which there was no room: told 503, closed, or
+    answered about health only."""
 
-    def __init__(self, limits: ConnectionLimits, config: uvicorn.Config, state: UvicornState) -> None:
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        config: uvicorn.Config,
+        state: UvicornState,
+        on_refused: Callable[[], object] = lambda: None,
+    ) -> None:
         self.limits = limits
-        self.refused = 0
+        self._on_refused = on_refused
         self._config, self._state = config, state
         self._spare_app = _only_health(config.loaded_app)
         self._connections: set[Connection] = set()
@@ -125,7 +133,7 @@ class Acceptor:
         if self.num_open < self.limits.max_connections or self._make_room():
             connection = Connection(self, self._config, self._state)
         else:
-            self.refused += 1
+            self._on_refused()
             self._say(f"{self.limits.max_connections} connections are open, more are refused (--max-connections)")
             if len(self._spares) >= SPARES:
                 accepted.close()
@@ -177,7 +185,7 @@ class Acceptor:
             self._reserve = None
             with contextlib.suppress(OSError):
                 self._listener.accept()[0].close()
-                self.refused += 1
+                self._on_refused()
         self._keep_reserve()
         if self._listener is not None:
             self._loop.remove_reader(self._listener)

@@ -66,6 +66,8 @@ class ServerMetrics(RequestObserver):
         self._http = Counter(
             PREFIX + "http_requests", "HTTP answers by route and status.", ("path", "status"), registry=self._registry
         )
+        text = "Connections beyond the limit: told 503, closed, or answered about health only."
+        self._connections = Counter(PREFIX + "connections_refused", text, registry=self._registry)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCY)
         self._gaps = _Gaps()
         self._registry.register(self._gaps)
@@ -121,6 +123,10 @@ class ServerMetrics(RequestObserver):
     def refused(self, service_class: str) -> None:
         """A request of a class found no place."""
         self._classes.refused(self._model_name, service_class)
+
+    def connection_refused(self) -> None:
+        """There was no room for a connection."""
+        self._connections.inc()
 
     def answered(self, path: str, status: int) -> None:
         """An HTTP answer went out."""

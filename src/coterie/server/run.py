@@ -103,11 +103,12 @@ class _Uvicorn(uvicorn.Server):
     our way to take connections."""
 
     limits: ConnectionLimits
+    on_refused: Callable[[], object]
     servers: list[Acceptor]  # type: ignore[assignment]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take connections."""
-        self.servers = [Acceptor(self.limits, self.config, self.server_state)]
+        self.servers = [Acceptor(self.limits, self.config, self.server_state, self.on_refused)]
         for acceptor, listener in zip(self.servers, sockets or [], strict=True):
             acceptor.start(listener)
         self.started = True
@@ -145,6 +146,7 @@ class Server:
             )
         )
         self._http.limits = config.connections
+        self._http.on_refused = self.state.metrics.connection_refused
         self._stopping = asyncio.Event()
         self._engine: AsyncEngine | None = None  # before it serves; then the state has it
 
