@@ -6,15 +6,16 @@ import json
 import re
 import socket
 import time
+from contextlib import ExitStack
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_fakes import ByteTokenizer, MockEngine, ask, get, live, make_state, post
+from server_fakes import ByteTokenizer, MockEngine, ask, eventually, get, live, make_state, post
 
 from coterie.server.config import Access, ApiKey
-from coterie.server.limits import json_depth
+from coterie.server.limits import BODIES, json_depth
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -126,6 +127,28 @@ def test_slow_body_gets_408_and_the_connection_ends():
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "request_timeout"
         assert httpx.post(server.url + CHAT, json=HELLO).status_code == 200
+
+
+def test_half_sent_bodies_are_bounded_together_and_nobody_else_is_disturbed():
+    """More than a few of the largest at once are told to come back; small ones, and large ones later, are taken."""
+    with live(MockEngine(), max_body_bytes=100_000) as server, ExitStack() as stack:
+        port = int(server.url.rsplit(":", 1)[1])
+        opening = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
+        held = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(BODIES)]
+        for connection in held:
+            connection.sendall(opening + b" " * 99_999)
+        late = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        time.sleep(0.3)
+        late.sendall(opening + b" " * 99_000)
+        answer = read_answer(late)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer.lower()
+        assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "too_many_bodies"
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx.post(server.url + CHAT, json=HELLO).status_code == 200, "small ones are no burden"
+        for connection in held:
+            connection.close()
+        padded = json.dumps(HELLO).encode().ljust(90_000)
+        assert eventually(lambda: httpx.post(server.url + CHAT, content=padded).status_code == 200)
 
 
 def test_endless_chunked_body_gets_413_while_it_is_sent():

@@ -43,7 +43,7 @@ from coterie.server.errors import (
 )
 from coterie.server.gathering import gathered
 from coterie.server.generation import Event, Generation
-from coterie.server.limits import KeyCheck, key_class, read_body
+from coterie.server.limits import KeyCheck, key_class
 from coterie.server.metrics import CONTENT_TYPE, CountAnswers
 from coterie.server.openapi import complete, operation
 from coterie.server.protocol import (
@@ -186,7 +186,7 @@ def _add_admin_routes(app: FastAPI, state: ServerState, reloader: Reloader) -> N
     decoder = BodyDecoder(ReloadRequest, strict=True)
 
     async def reload(request: Request) -> Response:
-        body = decoder.decode(await read_body(request, state.body_limits))
+        body = decoder.decode(await state.bodies.read(request))
         return _json(await reloader.reload(body.model, drain=body.drain))
 
     extra = operation(Reloaded, request=ReloadRequest, errors=(403, 409))
@@ -236,7 +236,7 @@ def _simple_endpoint(
 
     async def handler(request: Request) -> Response:
         model = state.model()
-        decoded: Any = decoder.decode(await read_body(request, state.body_limits))
+        decoded: Any = decoder.decode(await state.bodies.read(request))
         model.check_name(decoded.model)
         return _json(await work(state, model, decoded))
 
@@ -253,7 +253,7 @@ def _completion_endpoint(
             return await answer(request, served)
 
     async def answer(request: Request, served: ServedModel) -> Response:
-        decoded = decoder.decode(await read_body(request, state.body_limits))
+        decoded = decoder.decode(await state.bodies.read(request))
         served.check_name(decoded.model)
         model = served.for_class(service_class(decoded.service_tier, key_class(request.scope), served.engine.service))
         call = await prepare(state, model, decoded)

@@ -29,6 +29,11 @@ ADMIN_PREFIX = "/v1/admin/"
 _CLASS = "coterie.service_class"
 """Where in the scope the class of the key stands."""
 
+BODIES = 32
+"""Bodies of the largest size that may lie half received at once, or smaller ones in their place."""
+SMALL = 64 * 1024
+"""Up to so many bytes a body is taken all the same: as many as there are connections are no burden."""
+
 _KEPT = b'[]{}"'
 _DROPPED = bytes(set(range(256)) - set(_KEPT))
 _STEP = np.zeros(256, np.int8)
@@ -91,8 +96,55 @@ class BodyLimits:
     max_depth: int
 
 
-async def read_body(request: Request, limits: BodyLimits) -> bytes:
-    """Read the whole body or raise: 413 too long, 408 too slow, 415 compressed or a form, 400 nested too deep."""
+class BodyReader:
+    """Reads bodies, each within its caps and all together within one more: what clients send slowly lies in memory."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._held = 0  # bytes of bodies that have not arrived in full
+
+    async def read(self, request: Request) -> bytes:
+        """One whole body, or raise: 413 too long, 408 too slow, 415 compressed or a form, 400 nested too deep, 503 too
+        many at once."""
+        limits = self._limits
+        _check_headers(request, limits)
+        try:
+            async with asyncio.timeout(limits.max_seconds):
+                body = await self._collect(request)
+        except TimeoutError:
+            message = f"the body did not arrive within {limits.max_seconds:g} s (the server's --max-body-seconds)"
+            raise ApiError(Fault(408, message, code="request_timeout", retry=False, close=True)) from None
+        body = body.removeprefix(codecs.BOM_UTF8)
+        depth = json_depth(body)
+        if depth > limits.max_depth:
+            message = f"the body nests {depth} brackets deep; at most {limits.max_depth} are accepted"
+            raise bad_request(f"{message} (--max-json-depth)", code="nesting_too_deep")
+        return body
+
+    async def _collect(self, request: Request) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk = message.get("body", b"")
+                size += len(chunk)
+                self._held += len(chunk)
+                if size > self._limits.max_bytes:
+                    raise _too_large(self._limits)
+                if self._held > BODIES * self._limits.max_bytes and size > SMALL:
+                    raise _too_many()
+                chunks.append(chunk)
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
+        finally:
+            self._held -= size
+
+
+def _check_headers(request: Request, limits: BodyLimits) -> None:
+    """Refuse a body by what its head says."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if "origin" in request.headers and kind != "application/json":
         # Browsers let any page send forms and plain text to this machine without asking; JSON they ask for first.
@@ -105,34 +157,11 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limits.max_bytes:
         raise _too_large(limits)
-    try:
-        async with asyncio.timeout(limits.max_seconds):
-            body = await _collect(request, limits)
-    except TimeoutError:
-        message = f"the body did not arrive within {limits.max_seconds:g} s (the server's --max-body-seconds)"
-        raise ApiError(Fault(408, message, code="request_timeout", retry=False, close=True)) from None
-    body = body.removeprefix(codecs.BOM_UTF8)
-    depth = json_depth(body)
-    if depth > limits.max_depth:
-        message = f"the body nests {depth} brackets deep; at most {limits.max_depth} are accepted (--max-json-depth)"
-        raise bad_request(message, code="nesting_too_deep")
-    return body
 
 
-async def _collect(request: Request, limits: BodyLimits) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limits.max_bytes:
-            raise _too_large(limits)
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+def _too_many() -> ApiError:
+    message = "too many large bodies are being received at once; send this one again"
+    return ApiError(Fault(503, message, kind="server_error", code="too_many_bodies", retry_after=1, close=True))
 
 
 def _too_large(limits: BodyLimits) -> ApiError:

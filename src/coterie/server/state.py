@@ -22,7 +22,7 @@ from coterie.server.config import ServerConfig
 from coterie.server.errors import ApiError, Fault, unavailable
 from coterie.server.formats import HERMES, Formats, choose_formats
 from coterie.server.generation import Generation, PromptJob
-from coterie.server.limits import BodyLimits
+from coterie.server.limits import BodyLimits, BodyReader
 from coterie.server.metrics import ServerMetrics
 from coterie.server.protocol import Unknown
 from coterie.server.streaming import Envelope
@@ -93,7 +93,7 @@ class ServerState:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.body_limits = BodyLimits(config.max_body_bytes, config.max_body_seconds, config.max_json_depth)
+        self.bodies = BodyReader(BodyLimits(config.max_body_bytes, config.max_body_seconds, config.max_json_depth))
         self.metrics = ServerMetrics(config.metrics_compat)
         self.unknown = Unknown(strict=config.strict_api)
         self.phase: Phase = "loading"
