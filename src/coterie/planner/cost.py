@@ -1,0 +1,180 @@
+"""Time of one step: its operations (`ops`) at a device's rates times efficiencies; decode, prefill, or both at once.
+
+Each operation takes the longer of its products and its bytes; a layer adds a constant (launches, norms, routing: at
+small batches the largest part), a step another. Efficiencies are priors here; `planner/calibrate.py` fits them on
+published measurements, `coterie plan calibrate` measures them on one machine. Seconds throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from coterie.planner.layout import Layout
+from coterie.planner.ops import Op, Point, step_ops
+from coterie.spec.errors import SpecError
+from coterie.spec.hardware import HardwareSpec
+from coterie.spec.model import ModelSpec
+
+Bound = Literal["memory", "compute", "network", "constant"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """What software makes of a device. Shares of its rates: `eta_m` of reading memory, `eta_p` of products, `eta_a` of
+    attention's products. `layer_seconds` of every layer and `step_seconds` of every step come on top. Exchanges:
+    `alpha` seconds each, `beta` share of the links' bandwidth. absorbed: prompts use absorbed attention too."""
+
+    eta_m: float = 0.85
+    eta_p: float = 0.45
+    eta_a: float = 0.5
+    layer_seconds: float = 90e-6
+    step_seconds: float = 0.5e-3
+    alpha: float = 15e-6
+    beta: float = 0.8
+    absorbed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """One line of a step's table: an operation summed over its layers. `bound`: what its time is made of."""
+
+    name: str
+    seconds: float
+    bound: Bound
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """One step. `tokens`: that each stream gains by it (more than one with multi-token prediction)."""
+
+    ops: tuple[OpCost, ...]
+    tokens: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(op.seconds for op in self.ops)
+
+    @property
+    def tpot(self) -> float:
+        """Seconds between two tokens of a stream."""
+        return self.seconds / self.tokens
+
+    @property
+    def bound(self) -> Bound:
+        """What most of the time is spent on."""
+        total: dict[Bound, float] = {}
+        for op in self.ops:
+            total[op.bound] = total.get(op.bound, 0.0) + op.seconds
+        return max(total, key=lambda bound: total[bound])
+
+
+def prior(hw: HardwareSpec) -> Efficiency:
+    """Efficiencies before any measurement of the class. CPU servers reach a quarter to two fifths of their bandwidth
+    and a sixth of their matrix units' peak (published runs on Xeon 6980P, 6454S and EPYC 9654, docs/planner.md)."""
+    if hw.measured:
+        return Efficiency(eta_m=0.8, eta_p=0.6, eta_a=0.4, layer_seconds=60e-6, step_seconds=0.3e-3, absorbed=True)
+    if hw.kind == "cpu":
+        return Efficiency(eta_m=0.33, eta_p=0.16, eta_a=0.1, layer_seconds=60e-6, step_seconds=0.5e-3, absorbed=True)
+    return Efficiency()
+
+
+def decode_step(
+    model: ModelSpec, hw: HardwareSpec, layout: Layout, point: Point, eff: Efficiency | None = None
+) -> StepCost:
+    """One step of `point.batch` streams with `point.context` tokens each."""
+    return mixed_step(model, hw, layout, (point, None), eff)
+
+
+def prefill_step(
+    model: ModelSpec, hw: HardwareSpec, layout: Layout, point: Point, eff: Efficiency | None = None
+) -> StepCost:
+    """One step of `point.batch` prompts of `point.context` new tokens each, after `point.past` cached ones."""
+    return mixed_step(model, hw, layout, (None, point), eff)
+
+
+def mixed_step(
+    model: ModelSpec,
+    hw: HardwareSpec,
+    layout: Layout,
+    points: tuple[Point | None, Point | None],
+    eff: Efficiency | None = None,
+) -> StepCost:
+    """One step of streams that decode and prompts beside them; either may be None, not both."""
+    eff = eff or prior(hw)
+    decode, prefill = points
+    leader = decode or prefill
+    overlap = leader is not None and leader.overlap
+    halves = tuple(half(point) if overlap else point for point in points)
+    ops = step_ops(model, layout, halves[0], halves[1], absorbed=eff.absorbed)
+    tokens = decode.tokens_per_step if decode is not None else 1.0
+    return price(ops, hw, eff, overlap=overlap, tokens=tokens)
+
+
+def half(point: Point | None) -> Point | None:
+    """One of two micro-batches."""
+    return None if point is None else replace(point, batch=point.batch / 2)
+
+
+def price(
+    ops: tuple[Op, ...], hw: HardwareSpec, eff: Efficiency, *, overlap: bool = False, tokens: float = 1.0
+) -> StepCost:
+    """Seconds of operations. With `overlap` they are those of one of two micro-batches: a layer then takes the longer
+    of both computations and of one computation with its exchange, max(2c, c + m)."""
+    costs = [(op, *seconds_of(op, hw, eff)) for op in ops]
+    times = 2.0 if overlap else 1.0
+    lines: dict[tuple[str, Bound], float] = {}
+    computing: dict[int, float] = {}
+    for op, seconds, bound in costs:
+        if op.kind != "exchange":
+            computing[op.layer] = computing.get(op.layer, 0.0) + seconds
+            key = (op.name, bound)
+            lines[key] = lines.get(key, 0.0) + times * seconds * op.times
+    for op, seconds, _ in costs:
+        if op.kind == "exchange":
+            shown = max(0.0, seconds - computing[op.layer] - eff.layer_seconds) if overlap else seconds
+            name = f"{op.name}, not hidden" if overlap else op.name
+            lines[name, "network"] = lines.get((name, "network"), 0.0) + shown * op.times
+    layers = {op.layer: op.times for op in ops if op.layer >= 0}
+    lines["layer constant", "constant"] = times * eff.layer_seconds * sum(layers.values())
+    lines["step constant", "constant"] = eff.step_seconds
+    return StepCost(tuple(OpCost(name, seconds, bound) for (name, bound), seconds in lines.items()), tokens)
+
+
+def seconds_of(op: Op, hw: HardwareSpec, eff: Efficiency) -> tuple[float, Bound]:
+    """Seconds of one operation in one layer, and what they are made of."""
+    if op.kind == "exchange":
+        return exchange_seconds(op, hw, eff), "network"
+    if op.kind == "reduce":
+        return reduce_seconds(op, hw, eff), "network"
+    share = eff.eta_a if op.kind == "attention" else eff.eta_p
+    compute = op.operations / (hw.rate(op.bits) * share)
+    memory = op.nbytes / (hw.memory_rate * eff.eta_m)
+    return (compute, "compute") if compute > memory else (memory, "memory")
+
+
+def exchange_seconds(op: Op, hw: HardwareSpec, eff: Efficiency) -> float:
+    """Dispatch and combine: bytes out of the busiest rank over its link, and a latency each (arXiv 2507.15465,
+    equation 13). Inside the scale-up domain its links, beyond it the network's share of a device."""
+    message = op.message
+    assert message is not None
+    rate = link_rate(message.ranks, hw, eff)
+    copies = message.tokens * message.top_k * (message.ranks - 1) / message.ranks * message.gamma
+    return 2 * eff.alpha + copies * (message.bytes_out + message.bytes_back) / rate
+
+
+def reduce_seconds(op: Op, hw: HardwareSpec, eff: Efficiency) -> float:
+    """All-reduce: each device sends 2 (n-1)/n of the vector, in two exchanges."""
+    rate = link_rate(op.ranks, hw, eff)
+    return eff.alpha + 2 * (op.ranks - 1) / op.ranks * op.nbytes / rate
+
+
+def link_rate(ranks: int, hw: HardwareSpec, eff: Efficiency) -> float:
+    """Bytes a second of a device among so many: inside the scale-up domain its links, beyond it the network's share.
+    Raises SpecError where the device has none."""
+    inside = ranks <= hw.domain
+    rate = hw.scaleup_gbps if inside else hw.network_gbps
+    if rate <= 0:
+        where = "links between devices (scaleup_gbps)" if inside else f"network beyond {hw.domain} (network_gbps)"
+        raise SpecError(f"{hw.name} has no {where}, which {ranks} ranks need; state it in the hardware file")
+    return rate * 1e9 * eff.beta

@@ -1,0 +1,299 @@
+"""What one step must do, as operations with their products and bytes on the busiest device; no rates, no seconds.
+
+Two forms of MLA attention (arXiv 2507.15465, section on reordering): absorbed, where scores are taken against the
+cached latent, for decode; expanded, where keys and values are rebuilt, for prefill. A step may hold both: prompts that
+are computed beside running streams share every product and have their own attention. Symbols: H hidden, I the width of
+an expert, K experts per token. Not here: rates and efficiencies (`cost`), how often a rank is the busy one
+(`imbalance`), the time of an exchange (`network`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from coterie.planner.layout import WEIGHT_BITS, WEIGHT_BYTES, CacheName, Layout, WeightName
+from coterie.spec.cache import CacheStream
+from coterie.spec.errors import SpecError
+from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
+
+OpKind = Literal["product", "attention", "exchange", "reduce"]
+ACTIVATION_BYTES = 2.0
+"""Bytes of an activation that travels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What a step works on, counted over all devices.
+
+    Decode: `batch` requests with `context` tokens in the cache each. Prefill: `batch` prompts together, `context` new
+    tokens each after `past` that are cached. gamma: load of the busiest rank's experts over the mean. hit: experts
+    with a token on that rank and layer, None: expected from even routing. draft: tokens that multi-token prediction
+    proposes a step, accept: probability that one is right given that all before it are. overlap: two micro-batches,
+    one computes while the other exchanges. past may be fractional means.
+    """
+
+    batch: float
+    context: float
+    past: float = 0.0
+    gamma: float = 1.0
+    hit: float | None = None
+    draft: int = 0
+    accept: float = 0.85
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 0), ("context", 0), ("past", 0), ("gamma", 1), ("draft", 0), ("accept", 0)):
+            if not least <= getattr(self, name) <= 1e12:
+                raise SpecError(f"{name} must be a number from {least} to 1e12, not {getattr(self, name)}")
+        if self.accept > 1 or self.draft > 16:
+            raise SpecError(f"accept {self.accept} must be at most 1 and draft {self.draft} at most 16")
+        if self.batch == 0 or self.context == 0:
+            raise SpecError("a step needs at least one request with at least one token: batch and context above 0")
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a request gains by a decode step: 1 + accept + accept^2 + ... over the draft."""
+        return sum(self.accept**number for number in range(self.draft + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """An exchange of tokens with their experts. `tokens`: that a device sends; bytes of one token each way."""
+
+    tokens: float
+    top_k: int
+    bytes_out: float
+    bytes_back: float
+    ranks: int
+    gamma: float
+    node_limit: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation of a layer, or of a step. `times`: layers that do it; `layer`: kind of layer it belongs to, -1 for
+    once a step. operations: two a multiply-add; nbytes: read from memory; rows: that share each matrix; both of one
+    layer on the busiest device. form: format of the weights. message: what an exchange carries; for a reduce, nbytes
+    are those of its vector and ranks its partners."""
+
+    name: str
+    kind: OpKind
+    layer: int
+    times: float
+    operations: float = 0.0
+    bits: int = 16
+    nbytes: float = 0.0
+    rows: float = 0.0
+    form: WeightName = "bf16"
+    message: Message | None = None
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A step's decode and prefill together. rows: tokens of the busiest attention group; tokens: of all groups; heads:
+    rows of logits of that group."""
+
+    decode: Point | None
+    prefill: Point | None
+    rows: float
+    tokens: float
+    heads: float
+    gamma: float
+    hit: float | None
+
+
+def batch_of(layout: Layout, decode: Point | None, prefill: Point | None) -> Batch:
+    """Count a step's tokens. Raises SpecError if both are None."""
+    rows = tokens = heads = 0.0
+    for point, width in ((decode, 1 + decode.draft if decode else 0), (prefill, prefill.context if prefill else 0)):
+        if point is not None:
+            own = requests_per_group(point, layout)
+            rows, tokens = rows + own * width, tokens + point.batch * width
+            heads += own * (width if point is decode else 1)
+    leader = decode or prefill
+    if leader is None:
+        raise SpecError("a step needs streams that decode or prompts")
+    gamma = max(point.gamma for point in (decode, prefill) if point is not None)
+    hit = leader.hit if decode is None or prefill is None else None
+    return Batch(decode=decode, prefill=prefill, rows=rows, tokens=tokens, heads=heads, gamma=gamma, hit=hit)
+
+
+def requests_per_group(point: Point, layout: Layout) -> float:
+    """Requests of the busiest attention group: the share of each, but one where there are fewer than groups."""
+    return max(point.batch / layout.dp, min(1.0, point.batch))
+
+
+def step_ops(
+    model: ModelSpec, layout: Layout, decode: Point | None, prefill: Point | None = None, *, absorbed: bool = False
+) -> tuple[Op, ...]:
+    """All operations of one step; layers that are alike are counted once. absorbed: prompts use that form too."""
+    batch = batch_of(layout, decode, prefill)
+    found: list[Op] = []
+    for number, (layer, times) in enumerate(alike(model.layers)):
+        found += layer_ops(model, layer, layout, batch, (number, float(times)), absorbed=absorbed)
+    found.append(head_op(model, layout, batch.heads))
+    if decode is not None and decode.draft:
+        found += draft_ops(model, layout, decode)
+    return tuple(found)
+
+
+def alike(layers: tuple[LayerSpec, ...]) -> list[tuple[LayerSpec, int]]:
+    """Layers and how many there are of each, in order of first appearance."""
+    counts: dict[LayerSpec, int] = {}
+    for layer in layers:
+        counts[layer] = counts.get(layer, 0) + 1
+    return list(counts.items())
+
+
+def layer_ops(
+    model: ModelSpec, layer: LayerSpec, layout: Layout, batch: Batch, place: tuple[int, float], *, absorbed: bool
+) -> Iterator[Op]:
+    """Operations of one kind of layer; `place`: its number and how many there are."""
+    number, times = place
+    hidden, spec = model.hidden_size, layer.attention
+    form = layout.attention or layout.weights
+    yield product("attention projections", number, times, attention_weights(spec, hidden, layout.tp), batch.rows, form)
+    for op in attention_ops(spec, layout, batch, absorbed=absorbed):
+        yield replace(op, layer=number, times=times)
+    if layout.tp > 1:
+        yield reduce_op("all-reduce of attention", number, times, batch.rows * hidden, layout.tp)
+    ffn = layer.ffn
+    if isinstance(ffn, MoESpec):
+        yield from moe_ops(model, ffn, layout, batch, place)
+        return
+    values = 3 * hidden * ffn.intermediate_size / layout.tp
+    yield product("dense feed-forward", number, times, values, batch.rows, layout.weights)
+    if layout.tp > 1:
+        yield reduce_op("all-reduce of feed-forward", number, times, batch.rows * hidden, layout.tp)
+
+
+def product(name: str, layer: int, times: float, values: float, rows: float, form: WeightName) -> Op:
+    """`rows` rows by matrices of so many values, all read once."""
+    return Op(
+        name=name, kind="product", layer=layer, times=times, operations=2 * rows * values, bits=WEIGHT_BITS[form],
+        nbytes=values * WEIGHT_BYTES[form], rows=rows, form=form,
+    )  # fmt: skip
+
+
+def reduce_op(name: str, layer: int, times: float, values: float, ranks: int) -> Op:
+    """A sum over ranks of a vector of so many values."""
+    return Op(name=name, kind="reduce", layer=layer, times=times, nbytes=values * ACTIVATION_BYTES, ranks=ranks)
+
+
+# Attention
+
+
+def attention_weights(spec: AttentionSpec, hidden: int, tp: int) -> float:
+    """Values of the projections on one rank: heads are cut by tp, the latent's own projections are not."""
+    heads = spec.num_heads / tp
+    if spec.kind == "mla":
+        rank = spec.q_lora_rank
+        query = hidden * spec.qk_head_dim * heads if rank is None else rank * (hidden + spec.qk_head_dim * heads)
+        expand = spec.kv_lora_rank * heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+        return query + hidden * spec.latent_width + expand + heads * spec.v_head_dim * hidden
+    kv_heads = spec.num_kv_heads / min(tp, spec.num_kv_heads)
+    widths = heads * (spec.qk_head_dim + spec.v_head_dim) + kv_heads * (spec.qk_head_dim + spec.v_head_dim)
+    return hidden * widths
+
+
+def attention_ops(spec: AttentionSpec, layout: Layout, batch: Batch, *, absorbed: bool) -> Iterator[Op]:
+    """Scores and values. Decode reads each request's cache once, whatever the draft."""
+    row = sum(cache_row_bytes(stream, layout.kv) for stream in spec.cache_streams)
+    heads = spec.num_heads / layout.tp
+    if spec.kind == "gqa":
+        row /= min(layout.tp, spec.num_kv_heads)
+    narrow = 2 * heads * (spec.qk_head_dim + spec.v_head_dim)
+    wide = 2 * heads * (spec.latent_width + spec.kv_lora_rank) if spec.kind == "mla" else narrow
+    if batch.decode is not None:
+        requests, length = requests_per_group(batch.decode, layout), batch.decode.context
+        pairs = requests * (1 + batch.decode.draft) * length
+        yield Op(name="attention of streams", kind="attention", layer=0, times=1, operations=wide * pairs,
+                 nbytes=requests * length * row, rows=requests)  # fmt: skip
+    if batch.prefill is not None:
+        new, past = batch.prefill.context, batch.prefill.past
+        requests = requests_per_group(batch.prefill, layout)
+        pairs = requests * new * (past + (new + 1) / 2)
+        operations = (wide if absorbed else narrow) * pairs
+        if spec.kind == "mla" and not absorbed:  # keys and values of what is cached are rebuilt
+            operations += 2 * requests * past * spec.kv_lora_rank * heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+        yield Op(name="attention of prompts", kind="attention", layer=0, times=1, operations=operations,
+                 nbytes=requests * (past + new) * row, rows=requests * new)  # fmt: skip
+
+
+def cache_row_bytes(stream: CacheStream, kind: CacheName) -> float:
+    """Bytes of a token's row. fp8: a byte a value; fp8-scaled: a float32 per 128 values and exact channels in bf16, so
+    656 bytes for DeepSeek's latent (FlashMLA's layout)."""
+    if kind == "fp8":
+        return float(stream.width)
+    if kind == "fp8-scaled":
+        coded = stream.width - stream.exact
+        return coded + 4 * -(-coded // 128) + 2 * stream.exact
+    return float(stream.row_bytes(kind))
+
+
+# Feed-forward
+
+
+def moe_ops(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place: tuple[int, float]) -> Iterator[Op]:
+    """Router, exchange, routed and shared experts of one kind of layer."""
+    number, times = place
+    hidden, form = model.hidden_size, layout.weights
+    yield product("router", number, times, hidden * ffn.num_experts, batch.rows, "bf16")
+    if layout.dp > 1 and layout.ep > 1:
+        yield exchange_op(model, ffn, layout, batch, place)
+    values = 3 * hidden * ffn.intermediate_size / layout.moe_tp
+    rows = batch.gamma * batch.tokens * ffn.top_k / layout.ep
+    hit = expected_hit(ffn, layout, batch.tokens) if batch.hit is None else batch.hit
+    yield Op(
+        name="routed experts", kind="product", layer=number, times=times, operations=2 * rows * values,
+        bits=WEIGHT_BITS[form], nbytes=hit * values * WEIGHT_BYTES[form], rows=rows / hit, form=form,
+    )  # fmt: skip
+    if ffn.shared_intermediate_size:
+        shared = 3 * hidden * ffn.shared_intermediate_size / layout.tp
+        yield product("shared experts", number, times, shared, batch.rows, form)
+    if layout.tp > 1:
+        yield reduce_op("all-reduce of feed-forward", number, times, batch.rows * hidden, layout.tp)
+
+
+def expected_hit(ffn: MoESpec, layout: Layout, tokens: float) -> float:
+    """Expert slots of one rank with at least one of so many tokens, routing even: n (1 - (1 - K/E)^T)."""
+    slots = ffn.num_experts + layout.redundant
+    return slots / layout.ep * (1 - (1 - ffn.top_k / slots) ** tokens)
+
+
+def exchange_op(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place: tuple[int, float]) -> Op:
+    """Dispatch and combine: a device sends its share of its group's tokens, in the activations' format (8 bits where
+    weights are fp8, DeepEP's README), and gets them back in 16."""
+    narrow = layout.weights in ("fp8", "fp4")
+    scales = 4 * model.hidden_size / 128 if narrow else 0.0
+    message = Message(
+        tokens=batch.rows / layout.tp, top_k=ffn.top_k, bytes_out=model.hidden_size * (1 if narrow else 2) + scales,
+        bytes_back=model.hidden_size * ACTIVATION_BYTES, ranks=layout.ep, gamma=batch.gamma,
+        node_limit=ffn.topk_groups if ffn.num_groups > 1 else 0,
+    )  # fmt: skip
+    return Op(name="all-to-all", kind="exchange", layer=place[0], times=place[1], message=message, ranks=layout.ep)
+
+
+# Ends of a step
+
+
+def head_op(model: ModelSpec, layout: Layout, rows: float, times: float = 1) -> Op:
+    """Logits of the rows that need them, in bf16."""
+    return product("head", -1, times, model.vocab_size * model.hidden_size / layout.tp, rows, "bf16")
+
+
+def draft_ops(model: ModelSpec, layout: Layout, decode: Point) -> Iterator[Op]:
+    """A multi-token-prediction block for each drafted token: one layer, its 2H -> H projection, the head
+    (arXiv 2412.19437, section 2.2)."""
+    layer = (model.mtp_layers or model.layers)[-1]
+    plain = batch_of(layout, replace(decode, draft=0), None)
+    number = len(alike(model.layers))
+    for op in layer_ops(model, layer, layout, plain, (number, float(decode.draft)), absorbed=False):
+        yield replace(op, name=f"draft: {op.name}")
+    values = 2 * model.hidden_size * model.hidden_size
+    form = layout.attention or layout.weights
+    yield product("draft: projection", number, float(decode.draft), values, plain.rows, form)
+    yield replace(head_op(model, layout, plain.rows, float(decode.draft)), name="draft: head")
