@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
+from typing import ClassVar
 
 import click
 
@@ -24,6 +25,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "bench": ("coterie.cli.bench:bench", "Measure this machine, the engine on it, or a running server."),
     "quantize": ("coterie.cli.quantize:quantize", "Write a model quantised and packed, to start in seconds."),
     "train": ("coterie.cli.train:train", "Train the small demo model from a recipe."),
+    "plan": ("coterie.cli.plan:plan", "Say whether a model fits, how fast it will be, and what to deploy."),
     "version": ("coterie.cli.common:version", "Show the versions of Coterie and of what it runs on."),
 }
 
@@ -40,13 +42,15 @@ class Session:
 class VerbGroup(click.Group):
     """A click group that imports a verb's module only to run it."""
 
+    verbs: ClassVar[Mapping[str, tuple[str, str]]] = VERBS
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(self.verbs)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
+        if cmd_name not in self.verbs:
             return None
-        module, _, attribute = VERBS[cmd_name][0].partition(":")
+        module, _, attribute = self.verbs[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
@@ -54,13 +58,13 @@ class VerbGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in VERBS:
-            ctx.fail(f"there is no command '{args[0]}'; possible are {', '.join(VERBS)}")
+        if args and not args[0].startswith("-") and args[0] not in self.verbs:
+            ctx.fail(f"there is no command '{args[0]}'; possible are {', '.join(self.verbs)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
+            formatter.write_dl([(verb, text) for verb, (_, text) in self.verbs.items()])
 
 
 def show_debug(ctx: click.Context, param: click.Parameter, value: object) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from coterie.spec.errors import SpecError
-from coterie.spec.model import ModelSpec
+from coterie.spec.hardware import HardwareSpec
+from coterie.spec.model import Fp8BlockQuant, ModelSpec
 
 WeightName = Literal["bf16", "fp8", "fp4", "int8", "int4"]
 CacheName = Literal["bf16", "fp8", "fp8-scaled", "int8"]
@@ -103,3 +104,57 @@ def layouts(model: ModelSpec, devices: int, like: Layout) -> Iterator[Layout]:
             except SpecError:
                 continue
             yield layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A layout as far as a user says it; None is chosen by `choose`."""
+
+    tp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    redundant: int | None = None
+    weights: WeightName | None = None
+    attention: WeightName | None = None
+    kv: CacheName = "bf16"
+    mtp: bool = False
+
+
+def choose(model: ModelSpec, hardware: HardwareSpec, devices: int, wish: Wish = Wish()) -> Layout:
+    """Complete a wish. tp: 1 for MLA, whose cache it does not cut, else as many as the domain and the heads allow.
+    ep: the most that the devices and the number of experts allow. redundant: the fewest that divide. Raises SpecError
+    for what cannot be, with what can."""
+    if not 1 <= devices <= 65536:
+        raise SpecError(f"devices must be from 1 to 65536, not {devices}")
+    tp, dp = wish.tp, wish.dp
+    if tp is None:
+        tp = max(1, devices // dp) if dp is not None else _widest_tp(model, devices, hardware.domain)
+    dp = max(1, devices // tp) if dp is None else dp
+    experts = max((moe.num_experts for _, moe in model.moe_layers()), default=1)
+    ep = max(each for each in divisors(devices) if each <= experts) if wish.ep is None else wish.ep
+    layout = Layout(
+        devices=devices,
+        tp=tp,
+        dp=dp,
+        ep=ep,
+        redundant=(-experts % ep if any(model.moe_layers()) else 0) if wish.redundant is None else wish.redundant,
+        weights=wish.weights or stored_weights(model),
+        attention=wish.attention,
+        kv=wish.kv,
+        mtp=wish.mtp,
+    )
+    layout.check(model)
+    return layout
+
+
+def stored_weights(model: ModelSpec) -> WeightName:
+    """The format that the checkpoint holds: fp8 in blocks, else bf16."""
+    return "fp8" if isinstance(model.quantization, Fp8BlockQuant) else "bf16"
+
+
+def _widest_tp(model: ModelSpec, devices: int, domain: int) -> int:
+    if any(layer.attention.kind == "mla" for layer in model.layers):
+        return 1
+    heads = {layer.attention.num_heads for layer in model.layers}
+    fits = [each for each in divisors(devices) if each <= domain and all(count % each == 0 for count in heads)]
+    return max(fits, default=1)

@@ -1,0 +1,33 @@
+"""`coterie plan`: a table of its commands, each in a file of its own, imported only when it is run.
+
+A command that plans a model on devices takes `plan_options` of `cli/plan_options.py` and prints with `show` of
+`cli/plan_output.py`. No command imports torch, the engine or the kernels (`calibrate` alone measures with them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import click
+
+from coterie.cli.main import VerbGroup, debug_option
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "devices": ("coterie.cli.plan_devices:devices", "List the devices and models that can be named."),
+}
+
+
+class PlanGroup(VerbGroup):
+    """The commands of `plan`."""
+
+    verbs: ClassVar[Mapping[str, tuple[str, str]]] = COMMANDS
+
+
+@click.group(cls=PlanGroup)
+@debug_option
+def plan() -> None:
+    """Say whether a model fits, how fast it will be, and what to deploy.
+
+    MODEL is a folder, a config.json, or the name of a shipped configuration. Only descriptions are read, no weights.
+    """

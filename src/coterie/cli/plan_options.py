@@ -1,0 +1,97 @@
+"""What the commands of `plan` share: MODEL, the device and how many, the layout, formats, `--json`; read into `Asked`.
+
+A command is decorated with `plan_options` and gets one `Asked` before its own values. Sizes that cannot be are
+refused here or by the values themselves (`Layout`, `HardwareSpec`), in one line.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import click
+
+from coterie.cli.main import debug_option
+from coterie.planner.devices import device
+from coterie.planner.layout import CacheName, Layout, WeightName, Wish, choose
+from coterie.planner.models import model as find_model
+from coterie.spec.hardware import HardwareSpec
+from coterie.spec.model import ModelSpec
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+COUNT = click.IntRange(1, 65536)
+TOKENS = click.IntRange(1, 100_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a plan is about. `name` is the model's, `as_json` whether `--json` was given."""
+
+    name: str
+    model: ModelSpec
+    hardware: HardwareSpec
+    layout: Layout
+    as_json: bool
+
+
+MODEL_OPTIONS: tuple[Decorator, ...] = (
+    click.argument("model"),
+    click.option("--hardware", "--hw", "hardware", required=True, metavar="NAME|FILE",
+                 help="A device of `plan devices`, or a YAML file of HardwareSpec's fields."),
+    click.option("-n", "--devices", "devices", type=COUNT, default=1, show_default=True, help="How many of them."),
+    click.option("--memory-gb", type=click.FloatRange(0, 1e6, min_open=True),
+                 help="Memory of a device in 1e9 bytes, if it is not the table's."),
+)  # fmt: skip
+
+LAYOUT_OPTIONS: tuple[Decorator, ...] = (
+    click.option("--tp", type=COUNT, help="Ranks that share a request's heads and columns. [default: 1 for MLA, else "
+                 "as many as the device's domain and the heads allow]"),
+    click.option("--dp", type=COUNT, help="Groups that answer different requests. [default: devices / tp]"),
+    click.option("--ep", type=COUNT, help="Ranks over which experts are spread. [default: all devices]"),
+    click.option("--redundant", type=click.IntRange(0, 65536),
+                 help="Expert slots beyond one for each. [default: the fewest that divide over ep]"),
+    click.option("--weights", type=click.Choice(("auto", *get_args(WeightName))), default="auto", show_default=True,
+                 help="Format of expert and feed-forward weights; auto is what the checkpoint holds."),
+    click.option("--attention", type=click.Choice(("auto", *get_args(WeightName))), default="auto", show_default=True,
+                 help="Format of the attention projections; auto is that of --weights."),
+    click.option("--kv", type=click.Choice(get_args(CacheName)), default="bf16", show_default=True,
+                 help="Format of the cache; fp8-scaled is FlashMLA's with scales and 16-bit rope."),
+    click.option("--mtp", is_flag=True, help="Load the multi-token-prediction block."),
+    click.option("--json", "as_json", is_flag=True, help="Print every number with interval, unit, kind and formula."),
+    debug_option,
+)  # fmt: skip
+
+
+def plan_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the shared options to a command, which is called with an `Asked` and its own values."""
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        function(*[ask(values)], **values)
+
+    wrapped: Callable[..., None] = command
+    for option in reversed(MODEL_OPTIONS + LAYOUT_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def ask(values: dict[str, Any]) -> Asked:
+    """Take the shared values out of a command's and resolve them. Raises SpecError."""
+    name, model = find_model(values.pop("model"))
+    hardware = device(values.pop("hardware"))
+    memory = values.pop("memory_gb")
+    if memory is not None:
+        hardware = replace(hardware, memory_gb=memory)
+    wish = Wish(**{key: _given(values.pop(key)) for key in _WISHES})
+    layout = choose(model, hardware, values.pop("devices"), wish)
+    return Asked(name, model, hardware, layout, values.pop("as_json"))
+
+
+_WISHES = ("tp", "dp", "ep", "redundant", "weights", "attention", "kv", "mtp")
+
+
+def _given(value: Any) -> Any:
+    """None for auto."""
+    return None if value == "auto" else value
