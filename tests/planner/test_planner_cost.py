@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from coterie.planner.cost import Efficiency, decode_step, mixed_step, prefill_step, price
 from coterie.planner.layout import WEIGHT_BYTES, Layout
-from coterie.planner.ops import Message, Op, Point, cache_row_bytes, expected_hit, step_ops
+from coterie.planner.network import Exchange
+from coterie.planner.ops import Op, Point, cache_row_bytes, expected_hit, step_ops
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec, MoESpec
@@ -116,7 +117,7 @@ def test_a_mixed_step_costs_at_most_both_and_at_least_either() -> None:
 def test_overlap_is_the_longer_of_both_computations_and_of_one_with_its_exchange() -> None:
     hw = replace(H200, memory_gbps=1e3, scaleup_gbps=1, domain=4)
     eff = Efficiency(eta_m=1, eta_p=1, alpha=0, beta=1, layer_seconds=0, step_seconds=0)
-    message = Message(tokens=4, top_k=1, bytes_out=1e9, bytes_back=0, ranks=4, gamma=1)
+    message = Exchange(tokens_per_rank=4, hidden=1, top_k=1, ranks=4, bytes_out=1e9, bytes_back=0)
     exchange = Op(name="all-to-all", kind="exchange", layer=0, times=2, message=message, ranks=4)  # 3 s
     for nbytes, wanted in ((1e12, 2 * (1 + 3)), (4e12, 2 * 2 * 4)):
         compute = Op(name="experts", kind="product", layer=0, times=2, nbytes=nbytes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from coterie.planner.layout import Layout
+from coterie.planner.network import Link, all_to_all
 from coterie.planner.ops import Op, Point, step_ops
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
@@ -23,7 +24,8 @@ Bound = Literal["memory", "compute", "network", "constant"]
 class Efficiency:
     """What software makes of a device. Shares of its rates: `eta_m` of reading memory, `eta_p` of products, `eta_a` of
     attention's products. `layer_seconds` of every layer and `step_seconds` of every step come on top. Exchanges:
-    `alpha` seconds each, `beta` share of the links' bandwidth. absorbed: prompts use absorbed attention too."""
+    `alpha` seconds each way, `beta` share of the links' bandwidth; `link`
+    instead of both where more is known. absorbed: prompts use absorbed attention too."""
 
     eta_m: float = 0.85
     eta_p: float = 0.45
@@ -32,7 +34,12 @@ class Efficiency:
     step_seconds: float = 0.5e-3
     alpha: float = 15e-6
     beta: float = 0.8
+    link: Link | None = None
     absorbed: bool = False
+
+    def links(self) -> Link:
+        """What exchanges make of the links."""
+        return self.link or Link(alpha=self.alpha, share=self.beta, net_alpha=self.alpha, net_share=self.beta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +161,9 @@ def seconds_of(op: Op, hw: HardwareSpec, eff: Efficiency) -> tuple[float, Bound]
 
 
 def exchange_seconds(op: Op, hw: HardwareSpec, eff: Efficiency) -> float:
-    """Dispatch and combine: bytes out of the busiest rank over its link, and a latency each (arXiv 2507.15465,
-    equation 13). Inside the scale-up domain its links, beyond it the network's share of a device."""
-    message = op.message
-    assert message is not None
-    rate = link_rate(message.ranks, hw, eff)
-    copies = message.tokens * message.top_k * (message.ranks - 1) / message.ranks * message.gamma
-    return 2 * eff.alpha + copies * (message.bytes_out + message.bytes_back) / rate
+    """Dispatch and combine over the device's topology (`network`)."""
+    assert op.message is not None
+    return all_to_all(op.message, hw, eff.links()).seconds
 
 
 def reduce_seconds(op: Op, hw: HardwareSpec, eff: Efficiency) -> float:

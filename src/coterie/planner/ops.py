@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from coterie.planner.layout import WEIGHT_BITS, WEIGHT_BYTES, CacheName, Layout, WeightName
+from coterie.planner.network import FP8_ROW, Exchange
 from coterie.spec.cache import CacheStream
 from coterie.spec.errors import SpecError
 from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
@@ -59,19 +60,6 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """An exchange of tokens with their experts. `tokens`: that a device sends; bytes of one token each way."""
-
-    tokens: float
-    top_k: int
-    bytes_out: float
-    bytes_back: float
-    ranks: int
-    gamma: float
-    node_limit: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operation of a layer, or of a step. `times`: layers that do it; `layer`: kind of layer it belongs to, -1 for
     once a step. operations: two a multiply-add; nbytes: read from memory; rows: that share each matrix; both of one
@@ -87,7 +75,7 @@ class Op:
     nbytes: float = 0.0
     rows: float = 0.0
     form: WeightName = "bf16"
-    message: Message | None = None
+    message: Exchange | None = None
     ranks: int = 1
 
 
@@ -265,14 +253,13 @@ def expected_hit(ffn: MoESpec, layout: Layout, tokens: float) -> float:
 
 
 def exchange_op(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place: tuple[int, float]) -> Op:
-    """Dispatch and combine: a device sends its share of its group's tokens, in the activations' format (8 bits where
-    weights are fp8, DeepEP's README), and gets them back in 16."""
-    narrow = layout.weights in ("fp8", "fp4")
-    scales = 4 * model.hidden_size / 128 if narrow else 0.0
-    message = Message(
-        tokens=batch.rows / layout.tp, top_k=ffn.top_k, bytes_out=model.hidden_size * (1 if narrow else 2) + scales,
-        bytes_back=model.hidden_size * ACTIVATION_BYTES, ranks=layout.ep, gamma=batch.gamma,
-        node_limit=ffn.topk_groups if ffn.num_groups > 1 else 0,
+    """Dispatch and combine: a device sends its share of its group's tokens, in 8 bits with scales where weights have
+    no more, and gets them back in 16. With prompts a row goes once to each node, else to each expert (the two kernels
+    of DeepEP's README)."""
+    message = replace(
+        Exchange.of(model, batch.rows / layout.tp, layout.ep, form="copies" if batch.prefill is None else "node"),
+        top_k=ffn.top_k, bytes_out=FP8_ROW if layout.weights in ("fp8", "fp4") else ACTIVATION_BYTES,
+        bytes_back=ACTIVATION_BYTES, gamma=batch.gamma,
     )  # fmt: skip
     return Op(name="all-to-all", kind="exchange", layer=place[0], times=place[1], message=message, ranks=layout.ep)
 
