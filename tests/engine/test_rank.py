@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
 from coterie.engine.errors import Desynchronised
 from coterie.engine.group import Group
-from coterie.engine.messages import Add, Drain, Regroup, SamplingParams, Wake
+from coterie.engine.messages import Add, Drain, Moved, Regroup, SamplingParams, Wake
 from coterie.engine.rank import Purpose, Rank, Seat
 from coterie.engine.rebalance import RebalancePolicy
 from coterie.kernels.api import Prepared
@@ -24,7 +24,7 @@ from coterie.kernels.batch import ForwardBatch
 from coterie.model.shard import ExpertShard
 from coterie.model.shipped import shipped_model_path
 from coterie.spec.parallel import ParallelConfig
-from coterie.spec.repair import Table, cover, slots_of, without
+from coterie.spec.repair import Table, cover, slots_of, with_moved, without
 from coterie.spec.tensor_split import UNDIVIDED, TensorSplit
 
 CONFIG = EngineConfig(threads=1, kv_cache_tokens=2048, max_model_len=512, chunked_prefill_size=16, page_size=16)
@@ -83,6 +83,15 @@ class Ranks:
             return ThreadTransport(regroup.members.index(number), meeting)
 
         return meet
+
+    def note(self, number: int) -> Callable[[Moved], None]:
+        """Follow a rank's moves, as the front end does."""
+
+        def note(moved: Moved) -> None:
+            with self.lock:
+                self.table = with_moved(self.table, len(self.ranks), number, moved.layer, moved.slots)
+
+        return note
 
     def form(self, members: Sequence[int]) -> list[int]:
         """The next generation; returns how many experts each member loaded."""

@@ -50,13 +50,13 @@ class Meeting:
         self.aborted = False
         self.children: dict[tuple[str, tuple[int, ...]], Meeting] = {}
 
-    def exchange(self, rank: int, number: int, value: Any) -> list[Any]:
+    def exchange(self, rank: int, number: int, value: Any, seconds: float = 30.0) -> list[Any]:
         with self.changed:
             while len(self.posted) <= number:
                 self.posted.append({})
             self.posted[number][rank] = value
             self.changed.notify_all()
-            full = self.changed.wait_for(lambda: self.aborted or len(self.posted[number]) == self.size, 30)
+            full = self.changed.wait_for(lambda: self.aborted or len(self.posted[number]) == self.size, seconds)
             if not full or len(self.posted[number]) < self.size:
                 raise Aborted("the group was given up" if full else "a rank did not come")
             return [self.posted[number][rank] for rank in range(self.size)]
@@ -80,7 +80,7 @@ class ThreadTransport:
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
         self.bytes_to = np.zeros(meeting.size, np.int64)
-        self.number = -1
+        self.number, self.seconds = -1, 30.0
 
     @classmethod
     def group(cls, size: int) -> list[ThreadTransport]:
@@ -89,7 +89,7 @@ class ThreadTransport:
 
     def _exchange(self, value: Any) -> list[Any]:
         self.number += 1
-        return self._meeting.exchange(self.rank, self.number, value)
+        return self._meeting.exchange(self.rank, self.number, value, self.seconds)
 
     def all_gather(self, values: np.ndarray) -> Handle:
         return Done(np.stack(self._exchange(np.array(values, np.int64))))
@@ -104,7 +104,7 @@ class ThreadTransport:
         return ThreadTransport(list(ranks).index(self.rank), self._meeting.child(name, tuple(ranks)))
 
     def set_timeout(self, seconds: float) -> None:
-        pass
+        self.seconds = seconds
 
     def abort(self) -> None:
         self._meeting.abort()

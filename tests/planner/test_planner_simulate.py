@@ -19,11 +19,13 @@ from coterie.planner.simulate import Policy, StepTime, simulate
 from coterie.planner.workload import Slo, Workload, draw, read_trace
 from coterie.spec import SpecError
 
-COST = StepTime(lambda n, context, p, pairs: 1e-7 * context + 1e-9 * pairs, lambda tokens: 0.005 + 2e-5 * tokens)
+COST = StepTime(
+    lambda n, context, p, pairs: 1e-7 * context + 1e-9 * pairs, lambda decode, prompt: 0.005 + 2e-5 * (decode + prompt)
+)
 
 
 def constant(seconds: float) -> StepTime:
-    return StepTime(lambda *_: 0.0, lambda _: seconds)
+    return StepTime(lambda *_: 0.0, lambda *_: seconds)
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
@@ -132,7 +134,7 @@ def test_more_load_is_never_faster_and_a_faster_device_never_slower() -> None:
     for quiet, busy in pairwise(served):
         assert busy.percentiles()["tpot"][50] >= quiet.percentiles()["tpot"][50]
         assert busy.utilisation > quiet.utilisation
-    half = StepTime(lambda *load: 0.5 * COST.local(*load), lambda tokens: 0.5 * COST.shared(tokens))
+    half = StepTime(lambda *load: 0.5 * COST.local(*load), lambda *load: 0.5 * COST.shared(*load))
     fast = serve(REQUESTS, replace(WHERE, cost=half), 6)
     assert fast.percentiles()["ttft"][95] <= served[2].percentiles()["ttft"][95]
 

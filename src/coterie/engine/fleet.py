@@ -4,7 +4,7 @@ One thread owns all of it and takes events in order: messages of the front end, 
 the clock. A rank is lost when its process ends or three beats are missed; then it is killed for certain, the others
 form the next generation with its experts taken over, its sequences go on elsewhere, and a new process is started that
 joins when it is loaded. What is in flight and has no rank again within `PATIENCE` ends with an error. Not here: how a
-process is started (`launch`), which sequence goes where (`fleet_book`), which expert (`spec.repair`).
+process is started (`launch`), which sequence goes where (`fleet_book`), which expert (`fleet_table`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
-import numpy as np
-
 from coterie.engine.fleet_book import Book, OpenSequence
 from coterie.engine.fleet_stats import Totals
+from coterie.engine.fleet_table import ExpertTable
 from coterie.engine.messages import (
     Abort,
     Add,
@@ -30,6 +29,7 @@ from coterie.engine.messages import (
     Fault,
     GroupStats,
     Leave,
+    Moved,
     Output,
     RankStats,
     Regroup,
@@ -43,7 +43,7 @@ from coterie.engine.process import Child, StartedProcess
 from coterie.engine.rank import BEAT_SECONDS
 from coterie.engine.worker import Closed, Deliver, EngineLink
 from coterie.spec.errors import CoterieError
-from coterie.spec.repair import Table, cover, slots_of, with_again, without
+from coterie.spec.repair import Table
 
 MOST_MISSES = 3
 """Beats a rank may miss before it is lost."""
@@ -103,7 +103,7 @@ class Fleet:
         self._plan, self._places, self._deliver, self._closed = plan, places, deliver, closed
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._book = Book(plan.page_size, plan.token_budget)
-        self._table, self._totals = plan.slots, Totals()
+        self._table, self._totals = ExpertTable(plan.slots, len(places), plan.num_experts), Totals()
         self._group = GroupStats()
         self._wake = 0
         self._draining = self._over = False
@@ -239,6 +239,8 @@ class Fleet:
                 self._count(experts_loaded=self._group.experts_loaded + message.experts_loaded)
                 if all(member.has_joined for member in self._members):
                     self._serve()
+            case Moved(generation=generation, layer=layer, slots=slots) if generation == self._group.generation:
+                self._table.moved(place.number, layer, slots)
             case Fault(generation=generation) if generation == self._group.generation and place.state == "member":
                 self._fell(place, message)
             case Beat():
@@ -287,19 +289,18 @@ class Fleet:
         loaded = [
             place for place in self._places if all(mate.state in ("ready", "member") for mate in self._mates(place))
         ]
-        numbers, total = [place.number for place in loaded], len(self._places)
+        numbers = [place.number for place in loaded]
         self._reform_at = None
         self._reforms += why == "fault"
         if self._reforms > MOST_REFORMS:
             self._die(f"the ranks fail again and again: {self._cause}")
             return
         try:
-            self._table = cover(self._table, total, numbers, self._plan.num_experts)
+            slots = self._table.form(numbers)
         except CoterieError as error:
             self._stall(loaded, str(error))
             return
         self._count(generation=self._group.generation + 1)
-        slots = np.ascontiguousarray(slots_of(self._table, total, numbers), "<i4").tobytes()
         nodes = [place.node for place in loaded]
         gently = why == "join" and self._unavailable is None
         for place in loaded:
@@ -351,7 +352,7 @@ class Fleet:
             mate.state = "lost"
             self._totals.lose(mate.stats if self._schedules(mate) else None)
             mate.stats = None
-            self._table = without(self._table, len(self._places), mate.number)
+            self._table.lose(mate.number)
         given_up, going_on = self._book.lose(self._mates(place)[0].number)
         if was_member:
             self._cause = cause
@@ -393,7 +394,7 @@ class Fleet:
             return
         place.state = "ready"
         _log.info("rank %d is back and joins", place.number)
-        self._table = with_again(self._table, self._plan.slots, len(self._places), place.number)
+        self._table.back(place.number)
         self._listen(place)
         if all(mate.state in ("ready", "member") for mate in self._mates(place)):
             self._form("join")

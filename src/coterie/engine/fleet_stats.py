@@ -9,8 +9,10 @@ from coterie.engine.messages import ClassStats, GroupStats, Stats
 
 _COUNTERS = (
     "num_preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps",
-    "experts_moved", "moves_failed",
+    "experts_moved",
 )  # fmt: skip
+_OF_ALL = ("move_cycles", "moves_failed")
+"""Counters of what all ranks do together: each counts the same, and one that came later has missed some."""
 
 
 class Totals:
@@ -41,6 +43,7 @@ def merged(living: Sequence[Stats], lost: Sequence[Stats], group: GroupStats | N
         kv_usage=sum(stats.kv_usage for stats in living) / max(1, len(living)),
         num_free_blocks=sum(stats.num_free_blocks for stats in living),
         **{name: sum(getattr(stats, name) for stats in every) for name in _COUNTERS},
+        **{name: max((getattr(stats, name) for stats in every), default=0) for name in _OF_ALL},
         stage_seconds=dict(seconds),
         prefill_rate=sum(stats.prefill_rate for stats in living),
         step_seconds=max((stats.step_seconds for stats in living), default=0.0),

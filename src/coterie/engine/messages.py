@@ -180,7 +180,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 
     prefill_rate: prompt tokens per second of late, 0 before any were computed; step_seconds: how long steps with
     prompts took of late. classes: none if the engine has one class only. group: of several ranks. experts_moved: that
-    came from other ranks; moves_failed: how often moving them had to be given up.
+    came from other ranks; move_cycles, moves_failed: how often the ranks were through with moving what should move, and
+    how often they had to give it up.
     """
 
     num_running: int
@@ -199,6 +200,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     classes: tuple[ClassStats, ...] = ()
     group: GroupStats | None = None
     experts_moved: int = 0
+    move_cycles: int = 0
     moves_failed: int = 0
 
 
@@ -208,6 +210,14 @@ class Regrouped(msgspec.Struct, frozen=True, tag="regrouped"):
     generation: int
     experts_loaded: int = 0
     choices: list[tuple[str, str, str]] = []
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """In this generation this rank's slots hold the experts `slots` of a MoE layer from now on: it took some over."""
+
+    generation: int
+    layer: int
+    slots: list[int]
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
@@ -229,4 +239,4 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 ToEngine = Add | Abort | Drain
 FromEngine = Output | Stats
 ToRank = Add | Abort | Drain | Wake | Regroup | Leave
-FromRank = Output | Stats | Regrouped | Fault | Beat
+FromRank = Output | Stats | Regrouped | Moved | Fault | Beat

@@ -27,7 +27,7 @@ from coterie.engine.build import EngineInfo, Share, load_share
 from coterie.engine.core import EngineCore
 from coterie.engine.errors import Desynchronised
 from coterie.engine.group import Group
-from coterie.engine.messages import Beat, Fault, Leave, Regroup, Regrouped, ToRank
+from coterie.engine.messages import Beat, Fault, Leave, Moved, Regroup, Regrouped, ToRank
 from coterie.engine.overlap_choice import OverlapChooser, OverlapMode
 from coterie.engine.rebalance import RebalancePolicy, Rebalancer, Units
 from coterie.engine.remote import is_orphan
@@ -90,6 +90,7 @@ class Rank:
         self._held = dict(seat.experts)
         self.choices: tuple[Choice, ...] = ()
         self.rebalancer: Rebalancer | None = None
+        self.on_moved: Callable[[Moved], None] = lambda moved: None
         self._moving = None if not seat.rebalance.steps else self._prepare_moves()
         self._generation = self._newest = -1
         self._transports: list[Transport] = []
@@ -117,9 +118,14 @@ class Rank:
         tensor = self._tensor_group(serve, place)
         runtime = replace(model.runtime, transport=serve, exchange=exchange, group=tensor)
         if weights is not None and self._moving is not None and exchange is not None:
-            units, load = self._moving
-            runtime = replace(runtime, load=load)
-            self.rebalancer = Rebalancer(self._seat.rebalance, weights, exchange, units, load)
+            runtime = replace(runtime, load=self._moving[1])
+            self.rebalancer = Rebalancer(
+                self._seat.rebalance,
+                weights,
+                exchange,
+                self._moving,
+                lambda layer, row: self.on_moved(Moved(regroup.generation, layer, row.tolist())),
+            )
         spec = self._info.files.spec
         self.core.runner.model = Transformer(spec, model.weights, runtime, self._info.max_model_len)
         serve.set_timeout(STEP_SECONDS)  # of its groups too, which were made since
@@ -218,6 +224,7 @@ class Rank:
 def serve_rank(rank: Rank, wire: Wire[Any], messages: Iterable[ToRank]) -> None:
     """Be a rank for the front end at the other end of a wire, until all are drained or it goes. Ends the process."""
     inbox: SimpleQueue[ToRank | None] = SimpleQueue()
+    rank.on_moved = wire.send
     loop = EngineLoop(rank.core, inbox, deliver_to(wire))
     ended = threading.Event()
 
@@ -269,7 +276,7 @@ def _generations(rank: Rank, loop: EngineLoop, wire: Wire[Any], inbox: SimpleQue
             loop.wake = max(loop.wake, asked.wake)
             choices = [(choice.what, choice.value, choice.reason) for choice in rank.choices]
             wire.send(Regrouped(asked.generation, loaded, choices))
-            wire.send(rank.core.stats())
+            wire.send(loop.stats())
             regroup = loop.run()
             if regroup is None:
                 return

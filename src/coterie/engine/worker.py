@@ -20,7 +20,7 @@ import msgspec
 
 from coterie.engine.core import EngineCore
 from coterie.engine.group import Entry, Group
-from coterie.engine.messages import Abort, Add, Drain, FromEngine, Output, Regroup, ToEngine, ToRank, Wake
+from coterie.engine.messages import Abort, Add, Drain, FromEngine, Output, Regroup, Stats, ToEngine, ToRank, Wake
 from coterie.engine.rebalance import FAILED, Rebalancer
 from coterie.engine.wire import Wire
 from coterie.kernels.batch import ForwardBatch
@@ -43,7 +43,7 @@ class EngineLoop:
     ) -> None:
         self.core, self.group = core, group or Group()
         self.rebalancer: Rebalancer | None = None
-        self._moved = self._moves_failed = 0
+        self._moved = self._move_cycles = self._moves_failed = 0
         self.wake = 0
         self._inbox = inbox
         self._deliver = deliver
@@ -73,7 +73,7 @@ class EngineLoop:
                 self.core.execute(plan._replace(batch=batch), self.group.micro_batches(table))
                 self._step_ns = time.monotonic_ns() - began
                 if self.rebalancer is not None:
-                    self._count_moves(self.rebalancer.after_step(table.least_moved))
+                    self._move(self.rebalancer, table.least_moved)
             self._hand_out()
             self._patient = not table.num_tokens
             self._idle = not table.has_work and table.wakes_agree
@@ -131,14 +131,25 @@ class EngineLoop:
         now = time.monotonic()
         if (outputs and not self.core.has_work) or now - self._last_stats >= STATS_SECONDS:
             self._last_stats = now
-            moves = {"experts_moved": self._moved, "moves_failed": self._moves_failed}
-            outputs.insert(0, msgspec.structs.replace(self.core.stats(), **moves))
+            outputs.insert(0, self.stats())
         if outputs:
             self._deliver(outputs)
 
-    def _count_moves(self, moved: int) -> None:
-        """What a Rebalancer did after a step."""
+    def stats(self) -> Stats:
+        """The core's, with what moved here."""
+        return msgspec.structs.replace(
+            self.core.stats(),
+            experts_moved=self._moved,
+            move_cycles=self._move_cycles,
+            moves_failed=self._moves_failed,
+        )
+
+    def _move(self, rebalancer: Rebalancer, slowest: int) -> None:
+        """Take over what has moved, and count."""
+        cycles = rebalancer.cycles
+        moved = rebalancer.after_step(slowest)
         self._moved += max(moved, 0)
+        self._move_cycles += rebalancer.cycles - cycles
         self._moves_failed += moved == FAILED
 
     def _read(self) -> None:

@@ -34,14 +34,15 @@ WINDOW = 256
 class StepTime:
     """Seconds of a step in two parts. `local(decode, context, prompt, pairs)`: what a rank does for its own requests:
     streams that decode, tokens of cache they read in all, prompt tokens, (prompt token, earlier token) pairs.
-    `shared(tokens)`: what depends on the mean tokens of all ranks: products, experts, exchange, constants."""
+    `shared(decode, prompt)`: what depends on the mean streams and prompt tokens of all ranks: experts, exchange,
+    constants."""
 
     local: Callable[[int, int, int, float], float]
-    shared: Callable[[float], float]
+    shared: Callable[[float, float], float]
 
     def __call__(self, decode: int, context: int, prompt: int = 0, pairs: float = 0.0) -> float:
         """Seconds of a step in which all ranks have the same."""
-        return self.local(decode, context, prompt, pairs) + self.shared(decode + prompt)
+        return self.local(decode, context, prompt, pairs) + self.shared(decode, prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +339,7 @@ def _loop(arrival: list[float], ranks: list[_Rank], cost: StepTime) -> tuple[int
             continue
         if (calm := min(rank.quiet() for rank in working)) > 2:
             until = arrival[upcoming] - now if upcoming < count else None
-            calm, seconds = _leap(working, calm, until, shared(sum(r.decode for r in working) / len(ranks)), local)
+            calm, seconds = _leap(working, calm, until, shared(sum(r.decode for r in working) / len(ranks), 0.0), local)
             decode = sum(rank.decode for rank in working)
             for rank in working if calm else ():
                 rank.advance(calm)
@@ -346,12 +347,12 @@ def _loop(arrival: list[float], ranks: list[_Rank], cost: StepTime) -> tuple[int
             in_system, streams = in_system + left * seconds, streams + decode * seconds
             if calm:
                 continue
-        slowest, tokens, decode = 0.0, 0, 0
+        slowest, prompt, decode = 0.0, 0, 0
         for rank in working:
             load = rank.begin(now)
             slowest = max(slowest, local(*load))
-            tokens, decode = tokens + load[0] + load[2], decode + load[0]
-        seconds = slowest + shared(tokens / len(ranks))
+            prompt, decode = prompt + load[2], decode + load[0]
+        seconds = slowest + shared(decode / len(ranks), prompt / len(ranks))
         steps, busy, now = steps + 1, busy + seconds, now + seconds
         in_system, streams = in_system + left * seconds, streams + decode * seconds
         left = 0

@@ -29,10 +29,13 @@ def rank_families(prefix: str, model_name: str, stats: Stats) -> Iterator[Metric
         ("ep_faults", "Ranks lost.", group.faults),
         ("ep_experts_loaded", "Experts loaded to take a lost rank's over.", group.experts_loaded),
         ("ep_experts_moved", "Experts that ranks received from others to even out the load.", stats.experts_moved),
-        ("ep_expert_moves_failed", "Times that moving experts had to be given up.", stats.moves_failed),
+        ("ep_expert_move_cycles", "Times that all experts that should move had moved, or none had to.",
+         stats.move_cycles),
+        ("ep_expert_moves_failed", "Times that moving experts had to be given up; it is tried again.",
+         stats.moves_failed),
         ("ep_sequences_retried", "Sequences that went on on another rank.", group.retried),
         ("ep_sequences_failed", "Sequences that a fault ended with an error.", group.failed),
-    )
+    )  # fmt: skip
     for stem, text, value in counters:
         counter = CounterMetricFamily(prefix + stem, text, labels=("model_name",))
         counter.add_metric((model_name,), value)

@@ -33,6 +33,14 @@ def without(table: Table, num_ranks: int, rank: int) -> Table:
     return result
 
 
+def with_moved(table: Table, num_ranks: int, rank: int, layer: int, slots: Sequence[int]) -> Table:
+    """The table once a rank's slots of one layer hold other experts."""
+    result = table.copy()
+    per_rank = table.shape[1] // num_ranks
+    result[layer, rank * per_rank : (rank + 1) * per_rank] = slots
+    return result
+
+
 def with_again(table: Table, initial: Table, num_ranks: int, rank: int) -> Table:
     """The table once a lost rank has come back, loaded with what it had in the initial table."""
     result = table.copy()
