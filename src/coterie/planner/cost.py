@@ -23,13 +23,14 @@ Bound = Literal["memory", "compute", "network", "constant"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """What software makes of a device. Shares of its rates: `eta_m` of reading memory, `eta_p` of products, `eta_a` of
-    attention's products. `layer_seconds` of every layer and `step_seconds` of every step come on top. Exchanges:
-    `alpha` seconds each way, `beta` share of the links' bandwidth; `link`
-    instead of both where more is known. absorbed: prompts use absorbed attention too."""
+    attention's products, `eta_e` of reading routed experts (0: eta_m; they are many short reads). `layer_seconds` of
+    every layer and `step_seconds` of every step come on top. Exchanges: `alpha` seconds each way, `beta` share of the
+    links' bandwidth; `link` instead of both where more is known. absorbed: prompts use absorbed attention too."""
 
     eta_m: float = 0.85
     eta_p: float = 0.45
     eta_a: float = 0.5
+    eta_e: float = 0.0
     layer_seconds: float = 90e-6
     step_seconds: float = 0.5e-3
     alpha: float = 15e-6
@@ -156,7 +157,8 @@ def seconds_of(op: Op, hw: HardwareSpec, eff: Efficiency) -> tuple[float, Bound]
         return reduce_seconds(op, hw, eff), "network"
     share = eff.eta_a if op.kind == "attention" else eff.eta_p
     compute = op.operations / (hw.rate(op.bits) * share)
-    memory = op.nbytes / (hw.memory_rate * eff.eta_m)
+    reading = eff.eta_e or eff.eta_m if op.name == "routed experts" else eff.eta_m
+    memory = op.nbytes / (hw.memory_rate * reading)
     return (compute, "compute") if compute > memory else (memory, "memory")
 
 

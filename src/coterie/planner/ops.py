@@ -230,7 +230,7 @@ def moe_ops(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place:
     number, times = place
     hidden, form = model.hidden_size, layout.weights
     yield product("router", number, times, hidden * ffn.num_experts, batch.rows, "bf16")
-    if layout.dp > 1 and layout.ep > 1:
+    if layout.dp > 1:
         yield exchange_op(model, ffn, layout, batch, place)
     values = 3 * hidden * ffn.intermediate_size / layout.moe_tp
     rows = batch.gamma * batch.tokens * ffn.top_k / layout.ep
@@ -255,13 +255,14 @@ def expected_hit(ffn: MoESpec, layout: Layout, tokens: float) -> float:
 def exchange_op(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place: tuple[int, float]) -> Op:
     """Dispatch and combine: a device sends its share of its group's tokens, in 8 bits with scales where weights have
     no more, and gets them back in 16. With prompts a row goes once to each node, else to each expert (the two kernels
-    of DeepEP's README)."""
+    of DeepEP's README). Where several ranks share each expert, a row goes to all of them."""
+    top_k = ffn.top_k if layout.moe_tp == 1 else min(ffn.top_k * layout.moe_tp, layout.devices)
     message = replace(
-        Exchange.of(model, batch.rows / layout.tp, layout.ep, form="copies" if batch.prefill is None else "node"),
-        top_k=ffn.top_k, bytes_out=FP8_ROW if layout.weights in ("fp8", "fp4") else ACTIVATION_BYTES,
+        Exchange.of(model, batch.rows / layout.tp, layout.devices, form="copies" if batch.prefill is None else "node"),
+        top_k=top_k, bytes_out=FP8_ROW if layout.weights in ("fp8", "fp4") else ACTIVATION_BYTES,
         bytes_back=ACTIVATION_BYTES, gamma=batch.gamma,
     )  # fmt: skip
-    return Op(name="all-to-all", kind="exchange", layer=place[0], times=place[1], message=message, ranks=layout.ep)
+    return Op(name="all-to-all", kind="exchange", layer=place[0], times=place[1], message=message, ranks=layout.devices)
 
 
 # Ends of a step
