@@ -14,7 +14,7 @@ from coterie.cache.block_pool import BlockPool
 from coterie.engine.request import Request
 from coterie.engine.sampling_params import SamplingParams
 from coterie.engine.scheduler import Scheduler, SchedulerLimits
-from coterie.planner.serving import Deployment, Prefill, closed_form, largest_rate, pools, serve
+from coterie.planner.goodput import Deployment, Prefill, closed_form, largest_rate, pools, serve
 from coterie.planner.simulate import Policy, StepTime, simulate
 from coterie.planner.workload import Slo, Workload, draw, read_trace
 from coterie.spec import SpecError

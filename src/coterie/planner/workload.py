@@ -2,7 +2,7 @@
 
 Lengths are log-normal around their means, arrivals a renewal process with gamma gaps (spread 1: Poisson), all from one
 seed: the same unit gaps are stretched for every rate, so that rates are compared on the same requests. Not here: what
-the requests meet (`simulate`), what is reported of it (`serving`).
+the requests meet (`simulate`), what is reported of it (`goodput`).
 """
 
 from __future__ import annotations
