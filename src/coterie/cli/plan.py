@@ -14,6 +14,7 @@ import click
 from coterie.cli.main import VerbGroup, debug_option
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "memory": ("coterie.cli.plan_memory:memory", "Show what a rank's memory holds and how many requests fit."),
     "devices": ("coterie.cli.plan_devices:devices", "List the devices and models that can be named."),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_args
 
 import click
@@ -16,13 +16,14 @@ import click
 from coterie.cli.main import debug_option
 from coterie.planner.devices import device
 from coterie.planner.layout import CacheName, Layout, WeightName, Wish, choose
+from coterie.planner.memory import DEFAULT_LOAD, MAX_TOKENS, Load
 from coterie.planner.models import model as find_model
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 COUNT = click.IntRange(1, 65536)
-TOKENS = click.IntRange(1, 100_000_000)
+TOKENS = click.IntRange(1, MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,21 @@ class Asked:
     hardware: HardwareSpec
     layout: Layout
     as_json: bool
+
+    def question(self, **more: Any) -> dict[str, Any]:
+        """What was asked, as JSON repeats it under `asked`: the only plain numbers of an answer."""
+        layout = {name: value for name, value in asdict(self.layout).items() if name != "devices"}
+        return {"model": self.name, "hardware": self.hardware.name, "devices": self.layout.devices, **layout, **more}
+
+    def title(self) -> str:
+        """The same in a line."""
+        layout = self.layout
+        parts = [f"tp {layout.tp}", f"dp {layout.dp}", f"ep {layout.ep}"]
+        parts += [f"{layout.redundant} redundant experts"] if layout.redundant else []
+        parts += [f"weights {layout.weights}"]
+        parts += [f"attention {layout.attention}"] if layout.attention else []
+        parts += [f"cache {layout.kv}"] + (["with MTP"] if layout.mtp else [])
+        return f"{self.name} on {layout.devices} x {self.hardware.name}: {', '.join(parts)}"
 
 
 MODEL_OPTIONS: tuple[Decorator, ...] = (
@@ -63,6 +79,18 @@ LAYOUT_OPTIONS: tuple[Decorator, ...] = (
     debug_option,
 )  # fmt: skip
 
+LOAD_OPTIONS: tuple[Decorator, ...] = (
+    click.option("--batch", type=TOKENS, help="Requests running in the whole system. [default: as many as fit]"),
+    click.option("--isl", type=click.IntRange(0, MAX_TOKENS), default=DEFAULT_LOAD.isl, show_default=True,
+                 help="Prompt, in tokens."),
+    click.option("--osl", type=TOKENS, default=DEFAULT_LOAD.osl, show_default=True, help="Answer, in tokens."),
+    click.option("--chunk", type=TOKENS, default=DEFAULT_LOAD.chunk, show_default=True,
+                 help="Prompt tokens of one step of a rank."),
+    click.option("--utilisation", type=click.FloatRange(0, 1, min_open=True), default=DEFAULT_LOAD.utilisation,
+                 show_default=True, help="Share of a device's memory that may be used."),
+    click.option("--page", type=TOKENS, default=DEFAULT_LOAD.page, show_default=True, help="Tokens of a cache page."),
+)  # fmt: skip
+
 
 def plan_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add the shared options to a command, which is called with an `Asked` and its own values."""
@@ -73,6 +101,20 @@ def plan_options(function: Callable[..., None]) -> Callable[..., None]:
 
     wrapped: Callable[..., None] = command
     for option in reversed(MODEL_OPTIONS + LAYOUT_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def load_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a `Load` to a command, which gets it as `load`."""
+
+    @functools.wraps(function)
+    def command(*arguments: Any, **values: Any) -> None:
+        given = {field.name: values.pop(field.name) for field in fields(Load)}
+        function(*arguments, load=Load(**given), **values)
+
+    wrapped: Callable[..., None] = command
+    for option in reversed(LOAD_OPTIONS):
         wrapped = option(wrapped)
     return wrapped
 

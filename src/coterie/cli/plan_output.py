@@ -39,7 +39,8 @@ def say(quantity: Quantity) -> str:
     """A number for people: `1.18 TB`, `28.0 ms`, `7,346 requests`, with its interval if it has one."""
     text = number(quantity.value, quantity.unit)
     if quantity.p10 != quantity.p90:
-        text += f" ({number(quantity.p10, quantity.unit)} to {number(quantity.p90, quantity.unit)})"
+        unit = quantity.unit if quantity.unit in _STEPS else ""
+        text += f" ({number(quantity.p10, unit)} to {number(quantity.p90, unit)})"
     return text
 
 

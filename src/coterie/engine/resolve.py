@@ -40,6 +40,8 @@ class Resolved:
 
 def check_config(spec: ModelSpec, config: EngineConfig) -> None:
     """Refuse what needs no weights to be seen wrong, so that nobody waits for a load first. Raises `CoterieError`."""
+    if spec.missing:
+        raise CoterieError(f"{spec.model_type} can be planned but not run: the engine lacks {spec.missing}")
     names = ("max_model_len", "max_running_requests", "chunked_prefill_size", "page_size", "kv_cache_tokens", "threads")
     for name in names:
         value = getattr(config, name)

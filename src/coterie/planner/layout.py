@@ -72,9 +72,16 @@ class Layout:
 
     def check(self, model: ModelSpec) -> None:
         """Raise SpecError if `model` cannot be laid out so: heads over tp, expert slots over ep."""
-        heads = {layer.attention.num_heads for layer in model.layers}
+        heads = {layer.attention.num_heads for layer, _ in model.layer_kinds}
         if any(count % self.tp for count in heads):
             raise SpecError(f"{max(heads)} attention heads do not divide over tp {self.tp}")
+        latent = any(layer.attention.kind == "mla" for layer, _ in model.layer_kinds)
+        if latent and 1 < self.tp < self.ep and self.dp > 1:
+            raise SpecError(
+                f"tp {self.tp} x dp {self.dp} with ep {self.ep}: tp does not cut MLA's cache, so each request would "
+                f"lie on {self.tp} ranks and each row be sent from all of them; valid for {self.devices} devices are "
+                f"tp 1 x dp {self.devices}, tp {self.devices} x dp 1, or ep of at most {self.tp}"
+            )
         for _, moe in model.moe_layers():
             if (moe.num_experts + self.redundant) % self.ep:
                 least = -moe.num_experts % self.ep

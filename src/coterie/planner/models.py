@@ -1,7 +1,8 @@
 """The models that can be planned: a folder, a config.json, or the name of a shipped configuration.
 
-Shipped configurations are the published config.json files, one for each name, in `data/planner/models/`. Only
-descriptions are read, never weights. An unknown name is refused with near ones.
+Shipped configurations are the published config.json files, one for each name, in `data/planner/models/` (GPT-3 never
+had one: its sizes are those of arXiv 2005.14165, table 2.1). Only descriptions are read, never weights. Two are
+comparisons that the engine cannot run (`ModelSpec.missing`). An unknown name is refused with near ones.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def model(name_or_path: str) -> tuple[str, ModelSpec]:
     if named is not None and not path.exists():
         return named, _shipped(named)
     if path.exists() or "/" in name_or_path or name_or_path.endswith(".json"):
-        spec = ModelSpec.from_hf(path)
+        spec = ModelSpec.from_hf(path, planned=True)
         folder = path.resolve()
         return (folder.parent.name if folder.name == "config.json" else folder.stem), spec
     raise SpecError(f"there is no model {name_or_path!r}: no such folder, and {_near(name_or_path)}")
@@ -59,7 +60,7 @@ def shipped_name(name: str) -> str | None:
 @cache
 def _shipped(name: str) -> ModelSpec:
     source = files("coterie") / "data" / "planner" / "models" / f"{name}.json"
-    return ModelSpec.from_hf(Path(str(source)))
+    return ModelSpec.from_hf(Path(str(source)), planned=True)
 
 
 def _near(name: str) -> str:

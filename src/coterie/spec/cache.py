@@ -44,3 +44,10 @@ class CacheStream:
         if kind != "int8":
             return self.width * (4 if kind == "f32" else 2)
         return self.heads * (self.head_width + 4 * self.head_scales) + 2 * self.exact
+
+    def fp8_row_bytes(self, *, scaled: bool) -> int:
+        """Bytes of one row in FP8, a format that is planned only: a byte a value; `scaled` has a float32 per head and
+        128 channels, and exact channels of 16 bits (FlashMLA's row of 656 B)."""
+        if not scaled:
+            return self.width
+        return self.heads * (self.head_width + 4 * -(-self.head_width // 128)) + 2 * self.exact

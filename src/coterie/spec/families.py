@@ -33,12 +33,13 @@ class Family:
     (None: the family has none), `output_bias`: whether the output projection follows it. `fixed`: keys that the
     family's code does not vary, with the values a file may give; any other value is refused. `shared`: how the shared
     expert is sized. `window`: what makes a sliding window act (its presence, a switch, a layer number past
-    `max_window_layers`).
+    `max_window_layers`). `dense_key`, `expert_key`: the keys of the inner widths. `gated`: whether a dense feed-forward
+    has a gate. `unread`: keys that do not alter sizes, of a family that can be planned only.
     """
 
     model_type: str
     attention: Literal["mla", "gqa"]
-    layers: Literal["dense", "first_k", "sparse_step", "all_routed"]
+    layers: Literal["dense", "first_k", "sparse_step", "all_routed", "interleaved"]
     defaults: Mapping[str, Any]
     router: RouterRule | None = None
     bias_key: str | None = None
@@ -48,6 +49,10 @@ class Family:
     shared: Literal["none", "count", "width"] = "none"
     window: Literal["none", "always", "switch", "upper_layers"] = "none"
     has_mtp: bool = False
+    dense_key: str = "intermediate_size"
+    expert_key: str = "moe_intermediate_size"
+    gated: bool = True
+    unread: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -280,6 +285,7 @@ _MIXTRAL = Family(
     attention="gqa",
     layers="all_routed",
     router=_MIXTRAL_ROUTER,
+    expert_key="intermediate_size",
     window="always",
     fixed={"norm_topk_prob": (True,)},
     defaults={
@@ -348,6 +354,45 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
+_LLAMA4 = Family(
+    "llama4_text",
+    attention="gqa",
+    layers="interleaved",
+    router=RouterRule("sigmoid"),
+    bias_key="attention_bias",
+    output_bias=True,
+    shared="count",
+    dense_key="intermediate_size_mlp",
+    expert_key="intermediate_size",
+    unread=(
+        "attention_chunk_size",
+        "attn_scale",
+        "attn_temperature_tuning",
+        "floor_scale",
+        "for_llm_compressor",
+        "layer_types",
+        "moe_layers",
+        "no_rope_layer_interval",
+        "no_rope_layers",
+        "use_qk_norm",
+    ),
+    defaults={**_COMMON, "num_experts_per_tok": 1, "n_shared_experts": 1, "norm_topk_prob": False},
+)
+_GPT3 = Family(
+    "gpt3",
+    attention="gqa",
+    layers="dense",
+    bias_key="attention_bias",
+    output_bias=True,
+    gated=False,
+    fixed={"hidden_act": ("gelu",)},
+    defaults={**_COMMON, "hidden_act": "gelu", "attention_bias": True, "num_key_value_heads": None},
+)
+
+PLANNED: Mapping[str, Family] = {family.model_type: family for family in (_LLAMA4, _GPT3)}
+"""Families whose sizes are values though their mathematics is not: `coterie plan` compares with them, nothing runs
+them. Norms' and feed-forwards' biases and learned positions are not counted (0.02 % of GPT-3)."""
+
 MISSING: Mapping[str, str] = {
     "deepseek_v32": "a sparse-attention indexer with its own key cache",
     "deepseek_v4": "compressed key caches, sliding-window rings, residual streams and hash routing",
@@ -364,6 +409,7 @@ MISSING: Mapping[str, str] = {
     "qwen4_exp": "linear-attention layers, indexed attention and per-layer n-gram tables",
     "llama4": "chunked attention, layers without rope and expert input scaling",
     "llama4_text": "chunked attention, layers without rope and expert input scaling",
+    "gpt3": "a feed-forward without gate, learned positions and LayerNorm",
     "gpt_oss": "attention sinks, sliding-window layers and a clamped activation",
     "minimax": "lightning (linear) attention and a scaled residual of the normed input",
     "minimax_m2": "query/key norms over the whole projection width",

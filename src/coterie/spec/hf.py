@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.spec.errors import SpecError
-from coterie.spec.families import FAMILIES, MISSING, Family, RouterRule
+from coterie.spec.families import FAMILIES, MISSING, PLANNED, Family, RouterRule
 from coterie.spec.fields import Fields, is_harmless, is_integer, same_value
 from coterie.spec.hf_quant import read_quantization
 from coterie.spec.hf_rope import read_rope, rope_spec, softmax_factor
@@ -29,15 +29,16 @@ _INHERITED = frozenset(
 )
 
 
-def spec_from_hf(source: str | Path | Mapping[str, Any], *, strict: bool = False) -> ModelSpec:
+def spec_from_hf(source: str | Path | Mapping[str, Any], *, strict: bool = False, planned: bool = False) -> ModelSpec:
     """Read a `config.json` (its path, its folder, or the parsed mapping).
 
     A field that may alter the mathematics and is not implemented is always an error. `strict` makes an error of every
     unknown field, also of one that says nothing (null, false, empty); otherwise those are listed in `unknown_fields`.
+    `planned`: families that can be sized but not run are read too; such a spec has `missing`.
     """
     raw = source if isinstance(source, Mapping) else _load(source)
     values, outer = _unwrap(raw)
-    family = _family(values)
+    family = _family(values, planned=planned)
     fields = Fields(values, family.defaults, family.model_type)
     fields.skip("model_type")
     _check_fixed(family, fields)
@@ -67,7 +68,9 @@ def spec_from_hf(source: str | Path | Mapping[str, Any], *, strict: bool = False
     )
     skipped = _MLA_SKIPPED if family.attention == "mla" else ()
     left = fields.finish(skipped, strict=strict)
-    return replace(spec, ignored_fields=tuple(sorted({*left.ignored, *outer})), unknown_fields=left.unknown)
+    ignored = tuple(sorted({*left.ignored, *outer}))
+    missing = "" if family.model_type in FAMILIES else MISSING[family.model_type]
+    return replace(spec, ignored_fields=ignored, unknown_fields=left.unknown, missing=missing)
 
 
 def _load(source: str | Path) -> Mapping[str, Any]:
@@ -122,10 +125,12 @@ def _unwrap(raw: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     return values, tuple(outer)
 
 
-def _family(values: Mapping[str, Any]) -> Family:
+def _family(values: Mapping[str, Any], *, planned: bool) -> Family:
     name = values.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
+    if planned and isinstance(name, str) and name in PLANNED:
+        return PLANNED[name]
     possible = f"supported are {', '.join(sorted(FAMILIES))}"
     if not isinstance(name, str):
         raise SpecError(f"model_type={name!r} names no model family; {possible}")
@@ -145,6 +150,9 @@ def _check_fixed(family: Family, fields: Fields) -> None:
 
 def _check_window(family: Family, fields: Fields, count: int) -> None:
     """Refuse attention that does not see the whole context."""
+    fields.skip(*family.unread)
+    if "layer_types" in family.unread:
+        return
     kinds = fields.raw("layer_types") if "layer_types" in fields else None
     if kinds is not None:
         if not isinstance(kinds, list | tuple) or len(kinds) < count:
@@ -171,9 +179,9 @@ def _layers(family: Family, fields: Fields, count: int, depth: int) -> tuple[Lay
     """Every decoder layer and then the prediction layers, which continue the numbering."""
     attention = (_latent if family.attention == "mla" else _grouped)(family, fields)
     routed = _routed(family, fields, count, depth)
-    dense = None if all(routed) else DenseSpec(fields.integer("intermediate_size"))
+    dense = None if all(routed) else DenseSpec(fields.integer(family.dense_key), family.gated)
     moe = _moe(family, family.router, fields) if family.router else None
-    fields.skip("intermediate_size")
+    fields.skip("intermediate_size", family.dense_key)
     layers = []
     for is_routed in routed:
         ffn = moe if is_routed else dense
@@ -188,6 +196,9 @@ def _routed(family: Family, fields: Fields, count: int, depth: int) -> list[bool
     total = count + depth
     if family.layers in ("dense", "all_routed"):
         return [family.layers == "all_routed"] * total
+    if family.layers == "interleaved":
+        step = fields.integer("interleave_moe_layer_step")
+        return [(index + 1) % step == 0 for index in range(total)]
     if family.layers == "sparse_step":
         step, dense = fields.integer("decoder_sparse_step"), fields.integers("mlp_only_layers")
         if any(index >= count for index in dense):
@@ -280,7 +291,7 @@ def _moe(family: Family, rule: RouterRule, fields: Fields) -> MoESpec:
     if top_k > reach:
         where = f"the {keep} of {groups} groups that are kept" if groups > 1 else "all"
         raise fields.error("num_experts_per_tok", f"at most {reach}, the number of experts in {where}")
-    inner = fields.integer("intermediate_size" if family.layers == "all_routed" else "moe_intermediate_size")
+    inner = fields.integer(family.expert_key)
     scale = fields.number("routed_scaling_factor") if fields.has_default("routed_scaling_factor") else 1.0
     shared = 0
     if family.shared == "count":

@@ -8,6 +8,7 @@ Shape letters: H hidden, N heads, E experts, K experts per token, I intermediate
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coterie.spec.cache import CacheKind, CacheStream
+from coterie.spec.counts import WeightCounts, model_counts, mtp_counts
 from coterie.spec.stored import StoredQuant
 
 
@@ -83,9 +85,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A gated MLP: down(silu(gate x) * up x)."""
+    """A gated MLP: down(silu(gate x) * up x). Not `gated`: down(act(up x)), which is planned but not run."""
 
     intermediate_size: int
+    gated: bool = True
+
+    def counts(self, hidden: int) -> WeightCounts:
+        """Weights by kind."""
+        return WeightCounts(dense=(3 if self.gated else 2) * hidden * self.intermediate_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,15 @@ class MoESpec:
     shared_intermediate_size: int = 0
     shared_gate: bool = False
 
+    def counts(self, hidden: int) -> WeightCounts:
+        """Weights by kind, of all experts."""
+        return WeightCounts(
+            shared=3 * hidden * self.shared_intermediate_size,
+            routed=self.num_experts * 3 * hidden * self.intermediate_size,
+            other=self.num_experts * hidden + hidden * self.shared_gate,
+            vectors=self.num_experts * self.correction_bias,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -139,6 +155,7 @@ class ModelSpec:
     `ignored_fields` lists config keys that were seen and cannot alter the mathematics, `unknown_fields` unheard-of
     ones that say nothing (null, false, empty); the loader reports both.
     `dtype` is the checkpoint's declared weight type ("float32", "bfloat16", "float16").
+    `missing`: what the engine lacks to run it; such a model is only planned, as a comparison.
     """
 
     model_type: str
@@ -155,35 +172,53 @@ class ModelSpec:
     quantization: Fp8BlockQuant | StoredQuant | None = None
     ignored_fields: tuple[str, ...] = ()
     unknown_fields: tuple[str, ...] = ()
+    missing: str = ""
 
     @classmethod
-    def from_hf(cls, source: str | Path | Mapping[str, Any], *, strict: bool = False) -> ModelSpec:
+    def from_hf(
+        cls, source: str | Path | Mapping[str, Any], *, strict: bool = False, planned: bool = False
+    ) -> ModelSpec:
         """Read a `config.json` (a path to it, its folder, or the parsed mapping). See `spec/hf.py` for the rules.
 
         Raises `SpecError` for an unknown family, a missing field or an unknown field that may alter the mathematics;
-        with `strict` also for an unknown field that switches nothing on.
+        with `strict` also for an unknown field that switches nothing on. `planned`: also families that are only sized.
         """
         from coterie.spec.hf import spec_from_hf
 
-        return spec_from_hf(source, strict=strict)
+        return spec_from_hf(source, strict=strict, planned=planned)
 
     @cached_property
+    def counts(self) -> WeightCounts:
+        """Weights of the main model by kind; MTP blocks excluded."""
+        return model_counts(self)
+
+    @cached_property
+    def mtp_counts(self) -> WeightCounts:
+        """The same of the MTP blocks."""
+        return mtp_counts(self)
+
+    @cached_property
+    def layer_kinds(self) -> tuple[tuple[LayerSpec, int], ...]:
+        """Decoder layers that are alike, and how many there are of each, in order of first appearance."""
+        return tuple(Counter(self.layers).items())
+
+    @property
     def num_parameters(self) -> int:
         """All weights of the main model (embedding, layers, final norm, head unless tied); MTP blocks excluded."""
-        total = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2) + self.hidden_size
-        return total + sum(layer_parameters(layer, self.hidden_size) for layer in self.layers)
+        return self.counts.total
 
     @cached_property
     def num_active_parameters(self) -> int:
         """Weights that one token multiplies: all but unselected routed experts and the embedding row look-up."""
-        total = self.vocab_size * self.hidden_size + self.hidden_size
-        return total + sum(layer_parameters(layer, self.hidden_size, active_only=True) for layer in self.layers)
+        idle = sum(
+            (moe.num_experts - moe.top_k) * 3 * self.hidden_size * moe.intermediate_size for _, moe in self.moe_layers()
+        )
+        return self.counts.total - idle - (0 if self.tie_embeddings else self.counts.embedding)
 
-    @cached_property
+    @property
     def num_mtp_parameters(self) -> int:
-        """MTP blocks: a decoder layer, three norms and the 2H -> H projection each (embedding and head are shared)."""
-        extra = 2 * self.hidden_size * self.hidden_size + 3 * self.hidden_size
-        return sum(layer_parameters(layer, self.hidden_size) + extra for layer in self.mtp_layers)
+        """Weights of the MTP blocks (embedding and head are shared)."""
+        return self.mtp_counts.total
 
     def weight_bytes(self, bytes_per_value: float = 2) -> int:
         """Bytes of the main model's weights at a uniform width."""
@@ -212,57 +247,10 @@ class ModelSpec:
             grouped = spec.qk_head_dim + spec.v_head_dim
             widths = spec.latent_width + spec.kv_lora_rank if spec.kind == "mla" else grouped
             attention += spec.num_heads * widths * context
-        return 2 * (self.num_active_parameters - self._vector_parameters() + attention)
-
-    def _vector_parameters(self) -> int:
-        """Norm weights and biases, which are counted as parameters but are not matrix products."""
-        return self.hidden_size + sum(_layer_vectors(layer, self.hidden_size) for layer in self.layers)
+        return 2 * (self.num_active_parameters - self.counts.vectors + attention)
 
     def moe_layers(self) -> Iterator[tuple[int, MoESpec]]:
         """(layer index, MoESpec) of every decoder layer that routes."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer.ffn, MoESpec):
                 yield index, layer.ffn
-
-
-def attention_parameters(spec: AttentionSpec, hidden_size: int) -> int:
-    """Weights and biases of one attention block, input norm excluded."""
-    heads = spec.num_heads
-    if spec.kind == "mla":
-        q_out = heads * spec.qk_head_dim
-        rank = spec.q_lora_rank
-        query = hidden_size * q_out if rank is None else hidden_size * rank + rank + rank * q_out
-        latent = hidden_size * spec.latent_width + spec.kv_lora_rank
-        expand = spec.kv_lora_rank * heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-        out = heads * spec.v_head_dim * hidden_size
-        bias = spec.q_bias * ((rank or 0) + spec.latent_width) + spec.o_bias * hidden_size
-        return query + latent + expand + out + bias
-    q_width, k_width = heads * spec.qk_head_dim, spec.num_kv_heads * spec.qk_head_dim
-    v_width = spec.num_kv_heads * spec.v_head_dim
-    matrices = hidden_size * (q_width + k_width + v_width) + heads * spec.v_head_dim * hidden_size
-    norms = 2 * spec.qk_head_dim * spec.qk_norm
-    return matrices + norms + spec.q_bias * (q_width + k_width + v_width) + spec.o_bias * hidden_size
-
-
-def layer_parameters(layer: LayerSpec, hidden_size: int, *, active_only: bool = False) -> int:
-    """Weights of one decoder layer with its two norms; `active_only` counts top-k experts instead of all."""
-    total = 2 * hidden_size + attention_parameters(layer.attention, hidden_size)
-    ffn = layer.ffn
-    if isinstance(ffn, DenseSpec):
-        return total + 3 * hidden_size * ffn.intermediate_size
-    experts = ffn.top_k if active_only else ffn.num_experts
-    router = ffn.num_experts * hidden_size + ffn.num_experts * ffn.correction_bias
-    shared = 3 * hidden_size * ffn.shared_intermediate_size + hidden_size * ffn.shared_gate
-    return total + experts * 3 * hidden_size * ffn.intermediate_size + router + shared
-
-
-def _layer_vectors(layer: LayerSpec, hidden_size: int) -> int:
-    spec, ffn = layer.attention, layer.ffn
-    vectors = 2 * hidden_size + spec.o_bias * hidden_size
-    if spec.kind == "mla":
-        vectors += (spec.q_lora_rank or 0) + spec.kv_lora_rank
-        vectors += spec.q_bias * ((spec.q_lora_rank or 0) + spec.latent_width)
-    else:
-        widths = (spec.num_heads + spec.num_kv_heads) * spec.qk_head_dim + spec.num_kv_heads * spec.v_head_dim
-        vectors += 2 * spec.qk_head_dim * spec.qk_norm + spec.q_bias * widths
-    return vectors + (ffn.num_experts * ffn.correction_bias if isinstance(ffn, MoESpec) else 0)
