@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from coterie.planner.cost import Efficiency, decode_step, mixed_step, prefill_step, price
 from coterie.planner.layout import WEIGHT_BYTES, Layout
+from coterie.planner.memory import cache_row_bytes
 from coterie.planner.network import Exchange
-from coterie.planner.ops import Op, Point, cache_row_bytes, expected_hit, step_ops
+from coterie.planner.ops import Op, Point, expected_hit, step_ops
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec, MoESpec

@@ -15,6 +15,7 @@ from coterie.cli.main import VerbGroup, debug_option
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "memory": ("coterie.cli.plan_memory:memory", "Show what a rank's memory holds and how many requests fit."),
+    "limits": ("coterie.cli.plan_limits:limits", "Show the compute, capacity and latency limits of the batch."),
     "devices": ("coterie.cli.plan_devices:devices", "List the devices and models that can be named."),
 }
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from coterie.planner.layout import WEIGHT_BITS, WEIGHT_BYTES, CacheName, Layout, WeightName
+from coterie.planner.layout import WEIGHT_BITS, WEIGHT_BYTES, Layout, WeightName
+from coterie.planner.memory import kv_share, layer_row
 from coterie.planner.network import FP8_ROW, Exchange
-from coterie.spec.cache import CacheStream
+from coterie.spec.counts import attention_counts
 from coterie.spec.errors import SpecError
 from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
@@ -120,20 +121,12 @@ def step_ops(
     """All operations of one step; layers that are alike are counted once. absorbed: prompts use that form too."""
     batch = batch_of(layout, decode, prefill)
     found: list[Op] = []
-    for number, (layer, times) in enumerate(alike(model.layers)):
+    for number, (layer, times) in enumerate(model.layer_kinds):
         found += layer_ops(model, layer, layout, batch, (number, float(times)), absorbed=absorbed)
     found.append(head_op(model, layout, batch.heads))
     if decode is not None and decode.draft:
         found += draft_ops(model, layout, decode)
     return tuple(found)
-
-
-def alike(layers: tuple[LayerSpec, ...]) -> list[tuple[LayerSpec, int]]:
-    """Layers and how many there are of each, in order of first appearance."""
-    counts: dict[LayerSpec, int] = {}
-    for layer in layers:
-        counts[layer] = counts.get(layer, 0) + 1
-    return list(counts.items())
 
 
 def layer_ops(
@@ -152,7 +145,7 @@ def layer_ops(
     if isinstance(ffn, MoESpec):
         yield from moe_ops(model, ffn, layout, batch, place)
         return
-    values = 3 * hidden * ffn.intermediate_size / layout.tp
+    values = ffn.counts(hidden).dense / layout.tp
     yield product("dense feed-forward", number, times, values, batch.rows, layout.weights)
     if layout.tp > 1:
         yield reduce_op("all-reduce of feed-forward", number, times, batch.rows * hidden, layout.tp)
@@ -176,23 +169,14 @@ def reduce_op(name: str, layer: int, times: float, values: float, ranks: int) ->
 
 def attention_weights(spec: AttentionSpec, hidden: int, tp: int) -> float:
     """Values of the projections on one rank: heads are cut by tp, the latent's own projections are not."""
-    heads = spec.num_heads / tp
-    if spec.kind == "mla":
-        rank = spec.q_lora_rank
-        query = hidden * spec.qk_head_dim * heads if rank is None else rank * (hidden + spec.qk_head_dim * heads)
-        expand = spec.kv_lora_rank * heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-        return query + hidden * spec.latent_width + expand + heads * spec.v_head_dim * hidden
-    kv_heads = spec.num_kv_heads / min(tp, spec.num_kv_heads)
-    widths = heads * (spec.qk_head_dim + spec.v_head_dim) + kv_heads * (spec.qk_head_dim + spec.v_head_dim)
-    return hidden * widths
+    counts = attention_counts(spec, hidden)
+    return counts.attention / tp + counts.kv * kv_share(spec.num_kv_heads, tp) + counts.latent
 
 
 def attention_ops(spec: AttentionSpec, layout: Layout, batch: Batch, *, absorbed: bool) -> Iterator[Op]:
     """Scores and values. Decode reads each request's cache once, whatever the draft."""
-    row = sum(cache_row_bytes(stream, layout.kv) for stream in spec.cache_streams)
+    row = layer_row(spec, layout.tp, layout.kv)
     heads = spec.num_heads / layout.tp
-    if spec.kind == "gqa":
-        row /= min(layout.tp, spec.num_kv_heads)
     narrow = 2 * heads * (spec.qk_head_dim + spec.v_head_dim)
     wide = 2 * heads * (spec.latent_width + spec.kv_lora_rank) if spec.kind == "mla" else narrow
     if batch.decode is not None:
@@ -211,17 +195,6 @@ def attention_ops(spec: AttentionSpec, layout: Layout, batch: Batch, *, absorbed
                  nbytes=requests * (past + new) * row, rows=requests * new)  # fmt: skip
 
 
-def cache_row_bytes(stream: CacheStream, kind: CacheName) -> float:
-    """Bytes of a token's row. fp8: a byte a value; fp8-scaled: a float32 per 128 values and exact channels in bf16, so
-    656 bytes for DeepSeek's latent (FlashMLA's layout)."""
-    if kind == "fp8":
-        return float(stream.width)
-    if kind == "fp8-scaled":
-        coded = stream.width - stream.exact
-        return coded + 4 * -(-coded // 128) + 2 * stream.exact
-    return float(stream.row_bytes(kind))
-
-
 # Feed-forward
 
 
@@ -232,7 +205,7 @@ def moe_ops(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place:
     yield product("router", number, times, hidden * ffn.num_experts, batch.rows, "bf16")
     if layout.dp > 1:
         yield exchange_op(model, ffn, layout, batch, place)
-    values = 3 * hidden * ffn.intermediate_size / layout.moe_tp
+    values = ffn.counts(hidden).routed / ffn.num_experts / layout.moe_tp
     rows = batch.gamma * batch.tokens * ffn.top_k / layout.ep
     hit = expected_hit(ffn, layout, batch.tokens) if batch.hit is None else batch.hit
     yield Op(
@@ -240,7 +213,7 @@ def moe_ops(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place:
         bits=WEIGHT_BITS[form], nbytes=hit * values * WEIGHT_BYTES[form], rows=rows / hit, form=form,
     )  # fmt: skip
     if ffn.shared_intermediate_size:
-        shared = 3 * hidden * ffn.shared_intermediate_size / layout.tp
+        shared = ffn.counts(hidden).shared / layout.tp
         yield product("shared experts", number, times, shared, batch.rows, form)
     if layout.tp > 1:
         yield reduce_op("all-reduce of feed-forward", number, times, batch.rows * hidden, layout.tp)
@@ -278,7 +251,7 @@ def draft_ops(model: ModelSpec, layout: Layout, decode: Point) -> Iterator[Op]:
     (arXiv 2412.19437, section 2.2)."""
     layer = (model.mtp_layers or model.layers)[-1]
     plain = batch_of(layout, replace(decode, draft=0), None)
-    number = len(alike(model.layers))
+    number = len(model.layer_kinds)
     for op in layer_ops(model, layer, layout, plain, (number, float(decode.draft)), absorbed=False):
         yield replace(op, name=f"draft: {op.name}")
     values = 2 * model.hidden_size * model.hidden_size
