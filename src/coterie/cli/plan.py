@@ -16,6 +16,9 @@ from coterie.cli.main import VerbGroup, debug_option
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "memory": ("coterie.cli.plan_memory:memory", "Show what a rank's memory holds and how many requests fit."),
     "limits": ("coterie.cli.plan_limits:limits", "Show the compute, capacity and latency limits of the batch."),
+    "net": ("coterie.cli.plan_net:net", "Time of an expert exchange by topology and form."),
+    "imbalance": ("coterie.cli.plan_imbalance:imbalance", "Busiest expert and rank by skew and placement."),
+    "pods": ("coterie.cli.plan_pods:pods", "One large expert-parallel group against pods."),
     "devices": ("coterie.cli.plan_devices:devices", "List the devices and models that can be named."),
 }
 

@@ -29,7 +29,9 @@ _SAMPLES = 256
 _STEPS = 8
 _LAYERS = 64
 _PLACING = 1_200_000
-"""Layers x slots x ranks that are balanced at most, for an answer within two seconds."""
+"""Slots x ranks that are balanced at most, for an answer within two seconds."""
+_PLACED = 300_000
+"""Layers x slots x ranks that are, where there are more layers than one."""
 _DRAWN = 1 << 20
 """Samples x slots of one answer, for the same reason."""
 _LARGEST = 1 << 26
@@ -128,6 +130,7 @@ class _Laid:
 
 @lru_cache(maxsize=64)
 def _shares(skew: Skew, experts: int, top_k: int) -> tuple[Floats, Floats]:
+    """Shares and clock rates [L, E] of the layers that are looked at."""
     shares = skew.shares(experts, top_k, 16)
     picked = np.unique(np.linspace(0, len(shares) - 1, min(len(shares), _LAYERS)).round().astype(int))
     return shares[picked], clock_rates(shares[picked], top_k)
@@ -160,7 +163,7 @@ def _balanced(case: _Case, rng: np.random.Generator) -> tuple[Floats, Floats, ND
             "ask for placement random, or for fewer ranks"
         )
     shares, rates = _shares(case.skew, case.experts, case.top_k)
-    most = min(_PLACING // (case.slots * case.ep), _LAYERS)
+    most = min(max(_PLACED // (case.slots * case.ep), 1), _LAYERS)
     rows = np.linspace(0, len(shares) - 1, min(len(shares), most)).round().astype(int)
     if len(shares) == 1:
         order = np.argsort(rng.random((min(most, 4), case.experts)), 1)
