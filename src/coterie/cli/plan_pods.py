@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from coterie.cli.plan_options import Asked, plan_options
 from coterie.cli.plan_output import show_json, table
 from coterie.planner.cost import prior
-from coterie.planner.pods import IDEAL, Contest, contest_sides, crossing
-from coterie.planner.quantity import Quantity, sure
+from coterie.planner.pods import IDEAL, Contest, Side, contest_sides, crossing
+from coterie.planner.quantity import sure
 from coterie.planner.skew import Skew
 
 CASES = (("random", False, 0), ("balanced", True, 0), ("balanced, one copy a rank", True, 1))
@@ -72,12 +74,12 @@ def pods(
                 ]
                 found.append((placement, contest, sides))
     if asked.as_json:
-        show_json({"model": asked.name, "hardware": asked.hardware.name, "group": asked.layout.devices, "pod": pod,
-                   "zipf": skews, "rows": [_row(*each) for each in found]})  # fmt: skip
+        show_json({"asked": asked.question(pod=pod, zipf=skews, group_gbps=group_gbps, software=software),
+                   "rows": [_row(*each) for each in found]})  # fmt: skip
         return
     click.echo(
-        f"{asked.name}, {asked.layout.weights} weights, on {asked.layout.devices} x {asked.hardware.name}: step time in "
-        f"one group over that in pods of {pod} (above 1: pods win), by Zipf exponent s of the experts' use\n"
+        f"{asked.name}, {asked.layout.weights} weights, on {asked.layout.devices} x {asked.hardware.name}: step time "
+        f"in one group over that in pods of {pod} (above 1: pods win), by Zipf exponent s of the experts' use\n"
     )
     rows = []
     for placement, contest, sides in found:
@@ -87,20 +89,18 @@ def pods(
                      *["never" if s is None else f"{s:.2f}" for s in meets]])  # fmt: skip
     click.echo(table(["placement", "requests", "context", *[f"s={s:g}" for s in skews], "even at", "18 % at"], rows))
     group, one = found[0][2][-1]
-    click.echo(f"\nbusiest rank over the mean at s={skews[-1]:g}, random: {group.gamma:.2f} in the group, {one.gamma:.2f} in "
-               "a pod; requests and context are those of one device and one request")  # fmt: skip
+    click.echo(
+        f"\nbusiest rank over the mean at s={skews[-1]:g}, random: {group.gamma:.2f} in the group, {one.gamma:.2f} in "
+        "a pod; requests are those of one device, context that of one request"
+    )
 
 
-def _row(placement: str, contest: Contest, sides: list[tuple]) -> dict[str, object]:  # type: ignore[type-arg]
-    ratios = [_ratio(group.seconds / one.seconds) for group, one in sides]
+def _row(placement: str, contest: Contest, sides: list[tuple[Side, Side]]) -> dict[str, Any]:
     return {
-        "placement": placement, "requests": contest.requests, "context": contest.context, "ratio": ratios,
+        "placement": placement, "requests": contest.requests, "context": contest.context,
+        "ratio": [sure(group.seconds / one.seconds, "ratio", "pods", "assumed") for group, one in sides],
         "group_seconds": [sure(group.seconds, "s", "step", "assumed") for group, _ in sides],
         "pod_seconds": [sure(one.seconds, "s", "step", "assumed") for _, one in sides],
         "group_gamma": [sure(group.gamma, "ratio", "gamma-rank", "assumed") for group, _ in sides],
         "pod_gamma": [sure(one.gamma, "ratio", "gamma-rank", "assumed") for _, one in sides],
     }  # fmt: skip
-
-
-def _ratio(value: float) -> Quantity:
-    return sure(value, "ratio", "pods", "assumed")

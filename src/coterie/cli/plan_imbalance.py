@@ -1,0 +1,89 @@
+"""`coterie plan imbalance`: the busiest expert and rank, by skew, placement and copies of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from coterie.cli.plan_options import Asked, plan_options
+from coterie.cli.plan_output import show_json, table
+from coterie.planner.imbalance import Imbalance, Placement, gamma
+from coterie.planner.layout import WEIGHT_BYTES
+from coterie.planner.network import moe_of
+from coterie.planner.quantity import Kind, Quantity, sure
+from coterie.planner.skew import FORMS, Skew
+from coterie.spec.errors import SpecError
+
+
+@click.command()
+@plan_options
+@click.option(
+    "--skew",
+    "skews",
+    multiple=True,
+    default=("trace",),
+    show_default=True,
+    help=f"Use of the experts: {FORMS}. May be given several times.",
+)
+@click.option(
+    "--tokens",
+    type=click.FloatRange(1e-3, 1e7),
+    default=128.0,
+    show_default=True,
+    help="Tokens of a step on each rank.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Of what is drawn.")
+def imbalance(asked: Asked, skews: tuple[str, ...], tokens: float, seed: int) -> None:
+    """Busiest expert and rank by skew and placement.
+
+    Loads are over the mean, means of the maximum over layers and steps. "split by batch" divides each batch among the
+    copies of an expert as the engine does; "equal parts" leaves that to chance, as a fixed rerouting would.
+    """
+    layout, ranks = asked.layout, asked.layout.ep
+    if ranks < 2:
+        raise SpecError("imbalance needs at least two expert-parallel ranks: give -n or --ep")
+    batch = max(tokens * ranks, 1.0)
+    least, more = layout.redundant, layout.redundant + ranks
+    cases: tuple[tuple[Placement, int], ...] = (
+        ("order", least), ("random", least), ("balanced", least), ("balanced", more),
+    )  # fmt: skip
+    rows = [
+        (text, placement, extra, gamma(Skew.parse(text, seed), asked.model, batch, ranks, placement, extra))
+        for text in skews
+        for placement, extra in cases
+    ]
+    experts = moe_of(asked.model).num_experts
+    if asked.as_json:
+        question = asked.question(skews=skews, tokens=tokens, seed=seed)
+        show_json({"asked": question, "rows": [_json(asked, *row) for row in rows]})
+        return
+    click.echo(f"{asked.title()}\n{tokens:g} tokens of a step on each rank\n")
+    headers = [
+        "skew, placement", "copies", "expert bytes", "expert", "p95", "rank, equal parts", "split by batch", "p95",
+    ]  # fmt: skip
+    cells = [
+        [f"{text}, {placement}", str(extra), f"+{extra / experts:.1%}", f"{found.expert:.2f}",
+         f"{found.expert_p95:.2f}", f"{found.rank_even:.3f}", f"{found.rank:.3f}", f"{found.rank_p95:.3f}"]
+        for text, placement, extra, found in rows
+    ]  # fmt: skip
+    click.echo(table(headers, cells))
+    for source in dict.fromkeys(found.source for _, _, _, found in rows if found.source not in skews):
+        click.echo(f"\ntrace: {source}")
+
+
+def _json(asked: Asked, text: str, placement: str, extra: int, found: Imbalance) -> dict[str, Any]:
+    kind: Kind = "derived" if text.endswith((".npy", ".json", ".csv")) else "assumed"
+    moe, layers = moe_of(asked.model), len(list(asked.model.moe_layers()))
+    values = layers * 3 * asked.model.hidden_size * moe.intermediate_size * extra / asked.layout.ep
+    reach = 1.2816 * found.error
+    return {
+        "skew": text, "source": found.source, "placement": placement, "redundant": extra,
+        "copies_bytes_per_rank": sure(values * WEIGHT_BYTES[asked.layout.weights], "B", "weights"),
+        "expert": sure(found.expert, "ratio", "gamma-expert", kind),
+        "expert_p95": sure(found.expert_p95, "ratio", "gamma-expert", kind),
+        "rank": Quantity(found.rank, "ratio", kind, "gamma-rank", found.rank - reach, found.rank + reach),
+        "rank_p95": sure(found.rank_p95, "ratio", "gamma-rank", kind),
+        "rank_equal_parts": sure(found.rank_even, "ratio", "gamma-rank", kind),
+        "hit": sure(found.hit, "share", "hit", kind),
+    }  # fmt: skip

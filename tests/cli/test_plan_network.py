@@ -1,0 +1,108 @@
+"""`coterie plan net`, `imbalance` and `pods`: their numbers as JSON, their tables, their refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.cli.main import run
+
+PAPER = ("r1", "--hardware", "b200-paper")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["plan", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(["plan", *arguments]) != 0
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+def test_net_gives_the_two_published_simulations(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "net", *PAPER, "-n", "32")
+    by_links = {(way["links"], way["form"]): way for way in found["ways"]}
+    switch, network = by_links["switch of 32", "copies"], by_links["network only", "copies"]
+    assert switch["dispatch_ideal"]["value"] == pytest.approx(17.65e-6, rel=0.01)
+    assert network["dispatch_ideal"]["value"] == pytest.approx(151.8e-6, rel=0.01)
+    assert switch["scaleup_bytes"]["value"] == pytest.approx(15.23e6, rel=0.01)
+    torus = by_links["3D torus 4 x 4 x 2", "copies"]
+    assert torus["dispatch_ideal"]["value"] > 2 * switch["dispatch_ideal"]["value"]
+    assert all(set(way["dispatch"]) >= {"value", "p10", "p90", "unit", "kind", "formula"} for way in found["ways"])
+
+
+def test_net_shows_a_table_and_takes_measured_links(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "net", "r1", "--hw", "h100", "-n", "64", "--dispatch", "fp8"]) == 0
+    shown = capsys.readouterr().out
+    assert "* switch of 8 and network" in shown and "per node" in shown and "3D torus 4 x 4 x 4" in shown
+    slow = answer(capsys, "net", *PAPER, "-n", "32", "--alpha-us", "20", "--share", "0.5")
+    first = slow["ways"][0]
+    assert first["dispatch"]["value"] == pytest.approx(20e-6 + 2 * (first["dispatch_ideal"]["value"] - 0.8e-6))
+    assert first["dispatch"]["kind"] == "derived"
+
+
+def test_a_device_without_links_says_so_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "net", "r1", "--hw", "v6e", "-n", "512", "--ep", "512")
+    assert any("network" in way.get("refused", "") for way in found["ways"])
+
+
+def test_imbalance_ranks_placements_and_reads_the_users_counts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = answer(capsys, "imbalance", *PAPER, "-n", "32", "--tokens", "256", "--skew", "trace")
+    order, shuffled, balanced, copied = (row["rank"]["value"] for row in found["rows"])
+    assert order > shuffled > balanced > copied >= 1
+    assert found["rows"][1]["rank"]["p10"] < shuffled < found["rows"][1]["rank"]["p90"]
+    path = tmp_path / "counts.csv"
+    path.write_text("\n".join(",".join(str(1000 if expert < 64 else 100) for expert in range(256)) for _ in range(3)))
+    rows = answer(capsys, "imbalance", *PAPER, "-n", "32", "--skew", str(path))["rows"]
+    assert rows[0]["rank"]["kind"] == "derived" and rows[0]["rank"]["value"] > 2.5
+    assert rows[2]["rank"]["value"] < 1.2
+    assert run(["plan", "imbalance", *PAPER, "-n", "32", "--skew", "trace"]) == 0
+    assert "not a recording" in capsys.readouterr().out
+
+
+def test_pods_map_over_skew_and_context(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("pods", *PAPER, "-n", "64", "--pod", "16", "--zipf", "0", "--zipf", "0.6", "--requests", "81",
+                 "--context", "2048", "--weights", "bf16")  # fmt: skip
+    found = answer(capsys, *arguments)
+    ratios = {row["placement"]: [each["value"] for each in row["ratio"]] for row in found["rows"]}
+    assert ratios["random"][1] > ratios["random"][0]
+    assert ratios["balanced, one copy a rank"][1] < ratios["random"][1]
+    assert run(["plan", *arguments, "--software"]) == 0
+    assert "18 % at" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("net", *PAPER), "at least two expert-parallel ranks"),
+        (("imbalance", *PAPER), "at least two expert-parallel ranks"),
+        (("net", "Llama-3.1-8B", "--hw", "h100", "-n", "2", "--ep", "2"), "no MoE layer"),
+        (("imbalance", *PAPER, "-n", "8", "--skew", "gauss"), "there is no skew 'gauss'"),
+        (("imbalance", *PAPER, "-n", "8", "--skew", "gone.npy"), "No such file"),
+        (("imbalance", *PAPER, "-n", "8", "--tokens", "-1"), "not in the range"),
+        (("pods", *PAPER, "-n", "100", "--pod", "32"), "pods of 32"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:
+    assert words in fails(capsys, *arguments)
+
+
+def test_no_torch_no_engine_no_kernels() -> None:
+    code = (
+        "import sys; from coterie.cli.main import run; status = run(['plan', 'imbalance', 'r1', '--hw', 'h100', '-n',"
+        " '8', '--json']); heavy = {'torch', 'coterie.engine', 'coterie.kernels'};"
+        "sys.exit(status or ' '.join(sorted(heavy & set(sys.modules))) or None)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
