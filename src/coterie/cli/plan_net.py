@@ -89,6 +89,8 @@ def net(
         "combine expected",
     ]  # fmt: skip
     click.echo(table(headers, [_row(one, other) for one, other in zip(ideal, soft, strict=True)]))
+    for why in dict.fromkeys(way.why for way in ideal if way.why):
+        click.echo(f"\n-: {why}")
     click.echo("\n* as the device is. The others are what its links would give as another topology over all ranks.")
 
 
@@ -98,7 +100,7 @@ TIMES = {"copies": "per expert", "rank": "per rank", "node": "per node"}
 def _row(ideal: Way, soft: Way) -> list[str]:
     name = ("* " if ideal.own else "  ") + ideal.name
     if ideal.transfer is None or soft.transfer is None:
-        return [name, TIMES[ideal.form], "-", "-", "-", "-", "-", ideal.why[:40]]
+        return [name, TIMES[ideal.form], *["-"] * 6]
     one, other = ideal.transfer, soft.transfer
     cells = [number(value, "B") if value else "-" for value in (one.up_bytes, one.net_bytes)]
     times = [f"{value * 1e6:.2f} us" for value in (one.dispatch, one.combine, other.dispatch, other.combine)]
