@@ -14,7 +14,7 @@ V3 = Setting(model=model("DeepSeek-V3")[1], hardware=device("h200"), layout=Layo
 DENSE = Setting(model=model("Llama-3.1-70B")[1], hardware=device("h100"), layout=Layout(devices=8, tp=8, dp=1, ep=8))
 
 
-@pytest.mark.parametrize("setting", [V3, DENSE, replace(V3, gamma=lambda tokens: 1 + 8 / (8 + tokens))])
+@pytest.mark.parametrize("setting", [V3, DENSE, replace(V3, gamma=lambda tokens: (1 + 8 / (8 + tokens), None))])
 @pytest.mark.parametrize("streams, context", [(1, 100), (7, 3000), (64, 4096), (250, 900)])
 def test_decode_is_the_costs(setting: Setting, streams: int, context: int) -> None:
     times, dp = step_time(setting, 2048, 512), setting.layout.dp

@@ -175,7 +175,9 @@ def _choose(number: int, part: int) -> float:
 
 
 def _missed(others: float, experts: float, top_k: int) -> float:
-    """C(others, k) / C(experts, k), also between whole numbers: none of k draws falls on the rest."""
+    """C(others, k) / C(experts, k), also between whole numbers: none of k draws falls on the rest (0: one must)."""
+    if top_k > others + 1:
+        return 0.0
     return math.prod(max(others - draw, 0.0) / (experts - draw) for draw in range(top_k))
 
 

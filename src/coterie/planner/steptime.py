@@ -28,7 +28,7 @@ SHARED = ("routed experts", "all-to-all", "all-to-all, not hidden", "layer const
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """A model on devices, the efficiencies and what a step's point has beside its batch. `gamma(tokens)`: imbalance of
-    a step with so many tokens over all devices."""
+    a step with so many tokens over all devices, and the share of experts that have any (None: as in even routing)."""
 
     model: ModelSpec
     hardware: HardwareSpec
@@ -37,14 +37,19 @@ class Setting:
     draft: int = 0
     accept: float = 0.85
     overlap: bool = False
-    gamma: Callable[[float], float] | None = None
+    gamma: Callable[[float], tuple[float, float | None]] | None = None
 
     def point(self, batch: float, context: float, *, prompt: bool = False) -> Point:
         """A point of the whole deployment; prompts are not drafted for."""
         rows = batch * (context if prompt else 1 + self.draft)
-        gamma = 1.0 if self.gamma is None else self.gamma(rows)
-        return Point(batch=batch, context=context, gamma=gamma, overlap=self.overlap,
+        gamma, share = (1.0, None) if self.gamma is None else self.gamma(rows)
+        return Point(batch=batch, context=context, gamma=gamma, hit=self._hit(share), overlap=self.overlap,
                      draft=0 if prompt else self.draft, accept=self.accept)  # fmt: skip
+
+    def _hit(self, share: float | None) -> float | None:
+        """Experts of a rank with a token, from the share of all."""
+        experts = max((moe.num_experts for _, moe in self.model.moe_layers()), default=0)
+        return None if share is None or not experts else max(share * experts / self.layout.ep, 1e-3)
 
     def decode(self, batch: float, context: float) -> StepCost:
         """A step of `batch` streams over all devices."""
