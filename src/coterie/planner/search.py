@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 from coterie.planner.cost import Efficiency, StepCost
 from coterie.planner.imbalance import Placement, gamma
@@ -78,8 +78,7 @@ class Search:
     def _gamma(self, layout: Layout) -> Callable[[float], tuple[float, float | None]] | None:
         if self.skew is None or layout.ep == 1 or not any(self.model.moe_layers()):
             return None
-        skew, model, placement = self.skew, self.model, self.placement
-        return lambda tokens: _imbalance(skew, model, tokens, layout.ep, placement, layout.redundant)
+        return Busy(self, layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,24 +127,28 @@ class Found:
     bold: Candidate | None
 
 
-@lru_cache(maxsize=4096)
-def _corner(
-    skew: Skew, model: ModelSpec, power: int, ep: int, placement: Placement, redundant: int
-) -> tuple[float, float]:
-    found = gamma(skew, model, float(4**power), ep, placement, redundant)
-    return found.rank, found.hit
+class Busy:
+    """Imbalance of a layout by tokens of a step: (busiest rank over the mean, share of experts hit), measured at powers
+    of four of the tokens, between them by straight lines."""
 
+    def __init__(self, search: Search, layout: Layout) -> None:
+        self._search, self._layout = search, layout
+        self._corners: dict[int, tuple[float, float]] = {}
 
-def _imbalance(
-    skew: Skew, model: ModelSpec, tokens: float, ep: int, placement: Placement, redundant: int
-) -> tuple[float, float]:
-    """(busiest rank over the mean, share of experts hit), between powers of four of the tokens by straight lines."""
-    place = math.log(max(tokens, 1.0), 4)
-    low = min(int(place), 11)
-    part = min(place - low, 1.0)
-    ends = [_corner(skew, model, power, ep, placement, redundant) for power in (low, low + 1)]
-    rank, hit = (a + part * (b - a) for a, b in zip(*ends, strict=True))
-    return max(rank, 1.0), hit
+    def __call__(self, tokens: float) -> tuple[float, float]:
+        place = math.log(max(tokens, 1.0), 4)
+        low = min(int(place), 11)
+        part = min(place - low, 1.0)
+        rank, hit = (a + part * (b - a) for a, b in zip(self._corner(low), self._corner(low + 1), strict=True))
+        return max(rank, 1.0), hit
+
+    def _corner(self, power: int) -> tuple[float, float]:
+        if power not in self._corners:
+            search, layout = self._search, self._layout
+            assert search.skew is not None
+            found = gamma(search.skew, search.model, float(4**power), layout.ep, search.placement, layout.redundant)
+            self._corners[power] = found.rank, found.hit
+        return self._corners[power]
 
 
 def sensible(layout: Layout, model: ModelSpec, hardware: HardwareSpec) -> bool:
@@ -178,18 +181,22 @@ def instance_sizes(devices: int) -> list[int]:
 
 
 class Instance:
-    """One instance of a layout: its cache and its times, kept as they are computed."""
+    """One instance of a layout: its cache and its times, kept as they are computed. `b_cap`: requests that fit, on
+    average over their lives (the buffers of the exchange are made for as many); 0 if the weights do not."""
 
     def __init__(self, search: Search, layout: Layout) -> None:
         self.search, self.layout = search, layout
         self.setting = search.setting(layout)
         self._prompt: float | None = None
-        self.b_cap = self._capacity()
+        found = budget(search.model, search.hardware, layout, search.load(None))
+        self.b_cap = int(found.b_cap.value) if found.free.value > 0 else 0
+        self.kv_token = found.kv_token.value
 
-    def _capacity(self) -> int:
-        """Requests that fit, on average over their lives; the buffers of the exchange are made for as many."""
-        found = budget(self.search.model, self.search.hardware, self.layout, self.search.load(None))
-        return int(found.b_cap.value) if found.free.value > 0 else 0
+    @property
+    def sent_seconds(self) -> float:
+        """Seconds to send a prompt's cache rows over the links of the ranks that share it."""
+        hardware = self.search.hardware
+        return self.search.isl * self.kv_token / ((hardware.network_gbps or hardware.scaleup_gbps) * 1e9)
 
     @property
     def prompt_seconds(self) -> float:
@@ -306,17 +313,10 @@ def _pair(search: Search, alone: Candidate, prefill: Instance, sizes: tuple[int,
     instances, count, rate = sizes
     seconds = prefill.prompt_seconds
     load = rate / (count * prefill.prompt_rate)
-    sent = kv_seconds(search, prefill.layout)
+    sent = prefill.sent_seconds
     late = max(sent - seconds, sent / len(search.model.layers))
     ttft = seconds + 0.5 * load / (1 - load) * seconds + late + alone.tpot
     return replace(alone, instances=instances, prefill=prefill.layout, prefill_instances=count, rate=rate, ttft=ttft)
-
-
-def kv_seconds(search: Search, layout: Layout) -> float:
-    """Seconds to send a prompt's cache rows over the links of the ranks that share it."""
-    found = budget(search.model, search.hardware, layout, search.load(None))
-    link = (search.hardware.network_gbps or search.hardware.scaleup_gbps) * 1e9
-    return search.isl * found.kv_token.value / link
 
 
 def find(search: Search, devices: int | None = None) -> Found:

@@ -1,0 +1,159 @@
+"""The search: what fits, what is on the front, what is recommended and why; refusals that say which term it is."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from coterie.planner.advice import binding, changes, cost_of, describe, launch, reason, unreachable
+from coterie.planner.devices import device
+from coterie.planner.layout import Layout
+from coterie.planner.memory import budget
+from coterie.planner.models import model
+from coterie.planner.search import Busy, Instance, Search, find, front, instance_layouts, within
+from coterie.planner.skew import Skew
+from coterie.planner.workload import Slo
+from coterie.spec import SpecError
+
+R1 = model("DeepSeek-R1")[1]
+LIKE = Layout(devices=32, tp=1, dp=32, ep=32, weights="fp8", kv="bf16")
+ASKED = Search(model=R1, hardware=device("b200"), like=LIKE, slo=Slo(ttft=2.0, tpot=0.05), price_hour=4.0)
+FOUND = find(ASKED)
+
+
+def test_every_candidate_uses_no_more_devices_and_fits() -> None:
+    for each in FOUND.candidates:
+        assert each.devices <= 32 and 1 <= each.batch <= each.b_cap
+        load = ASKED.load(None)
+        assert budget(R1, ASKED.hardware, each.layout, load).b_cap.value >= each.batch
+    assert {each.layout.devices for each in FOUND.candidates} == {4, 8, 16, 32}  # 671 GB do not fit on 2 x 193
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    for faster, fuller in pairwise(FOUND.front):
+        assert faster.per_user > fuller.per_user and faster.per_device < fuller.per_device
+    for each in FOUND.candidates:
+        assert any(f.per_user >= each.per_user and f.per_device >= each.per_device * (1 - 1e-9) for f in FOUND.front)
+    assert front([]) == ()
+
+
+def test_the_recommendation_keeps_the_slo_with_its_interval_and_is_at_its_edge() -> None:
+    safe, bold = FOUND.safe, FOUND.bold
+    assert safe is not None and bold is not None
+    assert safe.tpot * ASKED.spread[0] <= 0.05 and safe.ttft * ASKED.spread[1] <= 2.0
+    assert bold.per_device >= safe.per_device
+    for each in FOUND.candidates:
+        assert each.per_device <= safe.per_device or not within(each, ASKED, safe=True)
+    assert binding(safe, ASKED) in ("B_SLO", "TTFT", "prompts", "queue", "B_cap")
+
+
+def test_without_limits_memory_or_prompts_bind() -> None:
+    free = replace(ASKED, slo=Slo())
+    safe = find(free).safe
+    assert safe is not None
+    if safe.prefill is None:
+        assert binding(safe, free) == "B_cap"
+
+
+def test_littles_law_of_the_closed_form() -> None:
+    for each in FOUND.candidates:
+        if each.prefill is None:
+            streams = each.rate / each.instances * (each.ttft + (each.osl - 1) * each.tpot)
+            assert streams == pytest.approx(each.batch, rel=1e-6)
+        else:
+            assert each.rate <= each.instances * each.batch / (each.osl * each.tpot) * (1 + 1e-9)
+
+
+def test_pods_and_one_group_are_both_looked_at() -> None:
+    shapes = {(each.instances, each.layout.devices) for each in FOUND.candidates if each.prefill is None}
+    assert {(1, 32), (2, 16), (4, 8)} <= shapes
+
+
+def test_a_narrower_cache_never_fits_fewer_and_faster_memory_is_never_slower() -> None:
+    instance = Instance(ASKED, LIKE)
+    narrow = Instance(ASKED, replace(LIKE, kv="fp8"))
+    assert narrow.b_cap > instance.b_cap and narrow.at(512).tpot <= instance.at(512).tpot
+    quick = Instance(replace(ASKED, hardware=replace(ASKED.hardware, memory_gbps=16000.0)), LIKE)
+    assert quick.at(512).tpot < instance.at(512).tpot
+    longer = Instance(replace(ASKED, isl=16384), LIKE)
+    assert longer.at(512).tpot > instance.at(512).tpot
+
+
+def test_skew_slows_and_balance_helps() -> None:
+    skewed = replace(ASKED, skew=Skew.parse("zipf:0.6"))
+    balanced = replace(skewed, placement="balanced")
+    even, slow, cured = (Instance(each, LIKE).at(4096).tpot for each in (ASKED, skewed, balanced))
+    assert even < cured < slow
+    busy = Busy(skewed, LIKE)
+    assert busy(100.0)[0] > busy(1e6)[0] > 1.5 and busy(1.0)[1] == pytest.approx(8 / 256)
+
+
+def test_changes_are_tried_and_sorted() -> None:
+    assert FOUND.safe is not None
+    found = changes(FOUND.safe, ASKED)
+    assert found == sorted(found, key=lambda change: -change.factor) and all(each.factor > 1.01 for each in found)
+    texts = [each.text for each in found]
+    assert "fp4 weights" in texts  # B200 has the unit
+    assert not any("fp4" in each.text for each in changes(FOUND.safe, replace(ASKED, hardware=device("h200"))))
+
+
+def test_cost_counts_all_devices() -> None:
+    assert FOUND.safe is not None
+    cost = cost_of(FOUND.safe, ASKED)
+    tokens = FOUND.safe.per_device * FOUND.safe.devices
+    assert cost.per_million == pytest.approx(4.0 * FOUND.safe.devices / 3600 / tokens * 1e6)
+    assert cost.joules == pytest.approx(ASKED.hardware.watts / FOUND.safe.per_device)
+
+
+def test_what_does_not_fit_is_refused_with_numbers() -> None:
+    with pytest.raises(SpecError, match=r"does not fit on 2 x B200.* GB a device without any cache, of 193\.3"):
+        find(ASKED, 2)
+
+
+@pytest.mark.parametrize(
+    "slo, words", [(Slo(tpot=0.001), "layer constant alone is"), (Slo(ttft=0.001), "the prompt of 4096 tokens alone")]
+)
+def test_an_impossible_slo_says_which_term_alone_exceeds_it(slo: Slo, words: str) -> None:
+    asked = replace(ASKED, slo=slo)
+    found = find(asked)
+    assert found.safe is None and found.bold is None
+    assert words in unreachable(found, asked)
+
+
+def test_the_launch_command_starts_what_was_found() -> None:
+    assert FOUND.safe is not None
+    commands = launch(FOUND.safe, "R1", ASKED)
+    assert len(commands) == (1 if FOUND.safe.prefill is None else 2)
+    assert all("--enable-dp-attention" in command for command in commands)
+    assert reason(FOUND.safe, FOUND, ASKED).startswith("most tokens a second") and "x (tp" in describe(FOUND.safe)
+
+
+def test_on_a_cpu_the_command_is_this_engines_and_its_flags_exist() -> None:
+    import click
+
+    from coterie.cli.serve import serve
+
+    lite = model("DeepSeek-V2-Lite")[1]
+    asked = Search(model=lite, hardware=device("8592+"), like=Layout(devices=1, tp=1, dp=1, ep=1, weights="int8"),
+                   slo=Slo())  # fmt: skip
+    chosen = find(asked).safe
+    assert chosen is not None
+    (command,) = launch(chosen, "lite", asked)
+    words = command.split()
+    assert words[:3] == ["coterie", "serve", "lite"]
+    known = {name for option in serve.params if isinstance(option, click.Option) for name in option.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_redundant_experts_are_those_that_divide() -> None:
+    odd = replace(ASKED, like=Layout(devices=24, tp=1, dp=24, ep=24, redundant=8))
+    for layout in instance_layouts(replace(odd, every=True), 24):
+        assert (256 + layout.redundant) % layout.ep == 0 and layout.redundant >= 8
+
+
+@pytest.mark.parametrize(
+    "values", [{"hit": 1.0}, {"isl": -1}, {"osl": 0}, {"price_hour": -1.0}, {"spread": (0.9, 1.0)}]
+)
+def test_absurd_questions_are_refused(values: dict) -> None:
+    with pytest.raises(SpecError):
+        replace(ASKED, **values)
