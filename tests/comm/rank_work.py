@@ -190,3 +190,26 @@ def end_with_exchanges_in_flight(address: StoreAddress, rank: int, size: int) ->
     pairs.clear()
     del transport
     return time.monotonic() - start
+
+
+def meet_late(address: StoreAddress, rank: int, size: int) -> tuple[bool, bool, list[int]]:
+    """Rank 1 comes to an exchange and to the meeting of a part later than a meeting's own timeout."""
+    asked: list[float] = []
+
+    def given_up() -> bool:
+        asked.append(time.monotonic())
+        return False
+
+    transport = connect(address, GroupSpec(rank, size, timeout=1.0, patience=10.0), given_up)
+    transport.set_timeout(10.0)
+    seen: list[bool] = []
+    watch = threading.Thread(target=lambda: (time.sleep(0.7), seen.append(transport.waiting)))
+    watch.start()
+    time.sleep(1.5 * rank)
+    transport.all_gather(np.array([rank], np.int64)).result()
+    watch.join()
+    began = time.monotonic()
+    time.sleep(1.5 * rank)
+    part = transport.subgroup("part", range(size))
+    polled = [moment for moment in asked if began < moment < began + 1.4]
+    return seen[0], len(polled) > 5, part.all_gather(np.array([rank], np.int64)).result()[:, 0].tolist()

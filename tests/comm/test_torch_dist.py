@@ -37,6 +37,12 @@ def test_ranks_that_differ_are_named() -> None:
         assert not succeeded and "ranks differ in the model: rank 2 from rank 0" in text
 
 
+def test_a_rank_that_loads_first_is_waited_for_as_long_as_in_an_exchange() -> None:
+    """And who waits says so, from another thread's view; who loads does not."""
+    waited, loaded = run_ranks(2, rank_work.meet_late)
+    assert waited == (True, True, [0, 1]) and loaded == (False, False, [0, 1])
+
+
 @pytest.mark.parametrize("fault", ["kill", "hang"])
 def test_the_missing_rank_is_named(fault: str) -> None:
     outcomes = run_ranks(3, rank_work.lose_one, fault, missing=(2,))

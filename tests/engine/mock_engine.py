@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 
@@ -125,7 +126,9 @@ def make_info(tokenizer: Tokenizer | None, max_model_len: int = 128, **config: A
 
 
 def make_llm(folder: Path | None, core: EngineCore, **config: Any) -> LLM:
-    return LLM.from_core(core, make_info(None if folder is None else Tokenizer(folder), core.max_model_len, **config))
+    info = make_info(None if folder is None else Tokenizer(folder), core.max_model_len, **config)
+    with mock.patch("coterie.engine.llm.build_engine", return_value=(core, info)):
+        return LLM(config=info.config)
 
 
 def make_engine(folder: Path | None, core: EngineCore, **config: Any) -> AsyncEngine:

@@ -29,16 +29,17 @@ def test_the_faster_form_is_found_and_the_other_is_rarely_tried(cost: dict[int, 
     assert 0 < share < 0.03
     best = min(cost.values()) * len(chosen)
     assert sum(cost[parts] for parts in chosen) < 1.05 * best, "never 5 % slower than the better form"
-    assert chooser.verdicts() == {7: faster == 2}
+    assert chosen[-100:].count(faster) > 90
 
 
 def test_sizes_are_judged_apart_and_a_change_is_noticed() -> None:
     chooser = OverlapChooser("auto")
-    simulate(chooser, 100, [4, 4], {1: 1.0, 2: 1.5})
-    simulate(chooser, 100, [512, 512], {1: 1.0, 2: 0.7})
-    assert chooser.verdicts() == {4: False, 11: True}
+    few = simulate(chooser, 100, [4, 4], {1: 1.0, 2: 1.5})
+    many = simulate(chooser, 100, [512, 512], {1: 1.0, 2: 0.7})
+    assert few[-50:].count(1) > 45 and many[-50:].count(2) > 45
+    assert simulate(chooser, 50, [4, 4], {1: 1.0, 2: 1.5}).count(1) > 45, "few rows were not forgotten meanwhile"
     late = simulate(chooser, 600, [512, 512], {1: 1.0, 2: 1.4})  # the link has become faster
-    assert late[-100:].count(1) > 90 and chooser.verdicts()[11] is False
+    assert late[-100:].count(1) > 90
 
 
 def test_all_ranks_choose_alike() -> None:

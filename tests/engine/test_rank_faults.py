@@ -12,19 +12,21 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from test_ranks import PROMPTS, Running, params, together
 
 from coterie.engine.errors import EngineDead, EngineRecovering
-from coterie.engine.fleet import BEAT_SECONDS, MOST_MISSES, PATIENCE
+from coterie.engine.fleet import PATIENCE
+from coterie.engine.fleet_place import MOST_MISSES
 from coterie.engine.frontend import AsyncEngine
 from coterie.engine.launch import Launch
 from coterie.engine.messages import GroupStats
 from coterie.engine.output import RequestOutput
 from coterie.engine.process import StartedProcess
-from coterie.engine.rank import MEET_SECONDS
+from coterie.engine.rank import BEAT_SECONDS, CONNECT_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -198,7 +200,7 @@ def test_two_losses_one_after_the_other(pause: float, alone: list[list[int]]) ->
         kill(running, 3)
         await asyncio.sleep(pause)
         kill(running, 1)
-        await until(lambda: group(running).living == 2, seconds=MEET_SECONDS / 2)
+        await until(lambda: group(running).living == 2, seconds=CONNECT_SECONDS / 2)
         outputs: list[RequestOutput] = await asyncio.gather(*tasks)
         for output, wanted in zip(outputs, alone, strict=True):
             (choice,) = output.outputs
@@ -213,6 +215,61 @@ def test_two_losses_one_after_the_other(pause: float, alone: list[list[int]]) ->
     try:
         running.run(work)
         assert group(running).living == 2 and group(running).faults == 2
+    finally:
+        running.close()
+
+
+PATCH = """
+import os, time
+from pathlib import Path
+from coterie.engine.runner import ModelRunner
+run, order = ModelRunner.run, Path(os.environ["COTERIE_TEST_ORDER"])
+
+def ordered(self, batch, *, micro_batches=1):
+    found = order.read_text().split() if order.exists() else []
+    if found and int(found[1]) == os.getpid():
+        end = time.monotonic() + float(found[2])
+        while time.monotonic() < end and order.exists():
+            time.sleep(0.05)
+            if found[0] == "works":
+                self._kernels.norm(*[self._kernels.vector([1.0] * 64)] * 2, 1e-6)
+        order.unlink(missing_ok=True)
+    return run(self, batch, micro_batches=micro_batches)
+
+ModelRunner.run = ordered
+"""
+
+
+@pytest.mark.parametrize("how", ["stuck", "works"])
+def test_a_rank_whose_work_stands_still_is_lost_and_one_that_is_slow_is_not(
+    how: str, alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both hold the others up in a step for longer than a stall may be, and both processes give signs of life."""
+    (tmp_path / "sitecustomize.py").write_text(PATCH)
+    order = tmp_path / "order"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("COTERIE_TEST_ORDER", str(order))
+    running = Running(**SPARE, restart_ranks=False, stall_seconds=2.0)
+
+    async def work(engine: AsyncEngine) -> None:
+        await engine.generate(PROMPTS[0], params(4))
+        tasks = asyncio.create_task(together(engine, LONG))
+        await all_running(running)
+        began = time.monotonic()
+        order.with_suffix(".new").write_text(f"{how} {running.launch.processes[1].child.pid} 6")
+        order.with_suffix(".new").rename(order)
+        if how == "stuck":
+            await until(lambda: engine.unavailable() is not None)
+            assert 2.0 <= time.monotonic() - began < 5.0
+            assert "rank 1" in str(engine.unavailable()) and "its work stood still for" in str(engine.unavailable())
+        assert await tasks == alone
+        if how == "works":
+            assert time.monotonic() - began >= 6.0
+
+    try:
+        running.run(work)
+        assert group(running).faults == (how == "stuck") and group(running).living == (2 if how == "stuck" else 3)
+        assert how == "works" or group(running).detect_seconds >= 2.0
     finally:
         running.close()
 

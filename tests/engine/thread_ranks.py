@@ -80,7 +80,7 @@ class ThreadTransport:
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
         self.bytes_to = np.zeros(meeting.size, np.int64)
-        self.number, self.seconds = -1, 30.0
+        self.number, self.seconds, self.waiting = -1, 30.0, False
 
     @classmethod
     def group(cls, size: int) -> list[ThreadTransport]:

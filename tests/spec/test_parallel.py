@@ -44,6 +44,8 @@ def test_the_number_of_ranks_follows(given: dict[str, Any], ranks: int) -> None:
         ({"rebalance_moves": 0}, "rebalance_moves at least 1"),
         ({"rebalance_rate": 0.0}, "above 0 MB/s"),
         ({"rebalance_rate": float("nan")}, "above 0 MB/s"),
+        ({"stall_seconds": 0.5}, "stall_seconds must be from 1 to 100000, not 0.5"),
+        ({"stall_seconds": float("nan")}, "stall_seconds must be from 1"),
         ({"tp": 2, "ep": 3}, "ep 3 does not divide into groups of tp 2; give a multiple of 2"),
         ({"tp": 2, "ep": 6, "nodes": 2}, "2 ranks of a tp group must lie on one node.*3 a node.*a multiple of 4 ranks"),
         ({"tp": 2, "dp": 2, "ep": 2}, "ep 2 does not go with dp 2 and tp 2.*give ep 4, dp 1"),

@@ -34,6 +34,8 @@ PARALLEL_OPTIONS: tuple[Decorator, ...] = (
                  help="Experts of a layer that may move at once; each rank keeps buffers for as many."),
     click.option("--rebalance-rate", type=click.FloatRange(min=0, min_open=True), default=32.0, show_default=True,
                  help="MB a second that a rank sends of moving experts."),
+    click.option("--stall-seconds", type=click.FloatRange(min=1), default=30.0, show_default=True,
+                 help="A rank whose work stands still for so long, without waiting for another, is taken for lost."),
     click.option("--enable-dp-attention", "--enable-expert-parallel", is_flag=True, expose_value=False,
                  help="Accepted and not needed: with several ranks both are so."),
 )  # fmt: skip
@@ -63,5 +65,6 @@ def parallel_config(values: Mapping[str, Any], world: World | None = None) -> Pa
         rebalance_steps=values["rebalance_steps"],
         rebalance_moves=values["rebalance_moves"],
         rebalance_rate=values["rebalance_rate"],
+        stall_seconds=values["stall_seconds"],
         overlap=values["overlap"],
     )

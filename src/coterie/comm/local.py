@@ -122,7 +122,7 @@ class LocalTransport:
         self.rank = rank
         self.size = self._group.size
         self.bytes_to: Int64 = np.zeros(self.size, np.int64)
-        self.stamp_ends = False
+        self.stamp_ends = self.waiting = False
 
     @classmethod
     def group(cls, size: int) -> list[LocalTransport]:

@@ -77,6 +77,7 @@ class GroupSpec:
 
     `interface`: the network interface to use; else the address by which the store is reached. `verify` exchanges the
     counts before every payload and raises `CountMismatch` instead of trusting the caller (one more round trip).
+    `patience`: seconds that ranks may take to come to the meeting, where some load first; None takes the timeout.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class GroupSpec:
     backend: Literal["gloo", "nccl"] = "gloo"
     interface: str | None = None
     verify: bool = False
+    patience: float | None = None
 
 
 def never() -> bool:
@@ -184,18 +186,19 @@ class TorchTransport:
         self.numbers = tuple(range(spec.size)) if numbers is None else numbers
         self.bytes_to: Int64 = np.zeros(spec.size, np.int64)
         self.exchanges = 0
-        self.stamp_ends = False
+        self.stamp_ends = self._waits = False
         self._meeting, self._timeout = meeting, spec.timeout
         self._aborted = threading.Event()
         self._children: list[TorchTransport] = []
         self._flying: set[Any] = set()
         self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._roster = Roster(meeting.store, spec.rank, spec.size)
-        missing = self._numbers(self._roster.meet(spec.timeout, meeting.given_up))
+        patience = spec.timeout if spec.patience is None else spec.patience
+        missing = self._numbers(self._roster.meet(patience, meeting.given_up))
         if meeting.given_up():
             raise Aborted(f"{self._label()}: given up while its ranks met")
         if missing:
-            raise RankLost(f"{self._label()}: {_ranks(missing)} did not join within {spec.timeout:g} s", missing)
+            raise RankLost(f"{self._label()}: {_ranks(missing)} did not join within {patience:g} s", missing)
         self._group: Any
         self._group, self._device = self._open_or_give_up()
 
@@ -310,8 +313,19 @@ class TorchTransport:
 
         return _TorchHandle(self, (work, source, target), finish, what)
 
+    @property
+    def waiting(self) -> bool:
+        return self._waits or any(child.waiting for child in self._children)
+
     def wait(self, work: Any, what: str) -> None:
         """Until the collective is done. Raises `Aborted`, or `RankLost` after a roll-call of the others."""
+        self._waits = True
+        try:
+            self._wait(work, what)
+        finally:
+            self._waits = False
+
+    def _wait(self, work: Any, what: str) -> None:
         deadline = time.monotonic() + self._timeout + 1.0
         while True:
             if self._aborted.is_set():
@@ -348,7 +362,7 @@ class TorchTransport:
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> TorchTransport:
         members = tuple(ranks)
-        spec = replace(self.spec, rank=members.index(self.rank), size=len(members))
+        spec = replace(self.spec, rank=members.index(self.rank), size=len(members), patience=self._timeout)
         self._made[name, members] += 1  # a second group of one name is another group
         key = f"{name}.{self._made[name, members]}/{'-'.join(map(str, members))}"
         child = TorchTransport(self._meeting.at(key), spec, f"{self.name}/{name}", self._numbers(members))

@@ -74,6 +74,10 @@ class Transport(Protocol):
     bytes_to: Int64
     stamp_ends: bool
 
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits for other ranks now, in this group or in one of its parts; any thread may ask."""
+
     def all_gather(self, values: Int64) -> Handle:
         """Equal vectors [n] of all ranks -> int64 [size, n]."""
 

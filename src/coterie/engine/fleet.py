@@ -1,10 +1,11 @@
 """Fleet: several ranks as one engine for the front end. It hands out requests, forms generations, survives lost ranks.
 
 One thread owns all of it and takes events in order: messages of the front end, news of the ranks, ends of processes,
-the clock. A rank is lost when its process ends or three beats are missed; then it is killed for certain, the others
-form the next generation with its experts taken over, its sequences go on elsewhere, and a new process is started that
-joins when it is loaded. What is in flight and has no rank again within `PATIENCE` ends with an error. Not here: how a
-process is started (`launch`), which sequence goes where (`fleet_book`), which expert (`fleet_table`).
+the clock. A rank is lost when its process ends, its beats stay away or they say that it stands still (`fleet_place`);
+then it is killed for certain, the others form the next generation with its experts taken over, its sequences go on
+elsewhere, and a new process is started that joins when it is loaded. What is in flight and has no rank again within
+`PATIENCE` ends with an error. Not here: how a process is started (`launch`), which sequence goes where (`fleet_book`),
+which expert (`fleet_table`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from coterie.engine.fleet_book import Book, OpenSequence
+from coterie.engine.fleet_place import MOST_MISSES, Place
 from coterie.engine.fleet_stats import Totals
 from coterie.engine.fleet_table import ExpertTable
 from coterie.engine.messages import (
@@ -31,7 +33,6 @@ from coterie.engine.messages import (
     Leave,
     Moved,
     Output,
-    RankStats,
     Regroup,
     Regrouped,
     Stats,
@@ -45,10 +46,6 @@ from coterie.engine.worker import Closed, Deliver, EngineLink
 from coterie.spec.errors import CoterieError
 from coterie.spec.repair import Table
 
-MOST_MISSES = 3
-"""Beats a rank may miss before it is lost."""
-JOIN_SECONDS = 10.0
-"""A rank that joins may be silent for longer: it builds its model and connects."""
 PATIENCE = 2.0
 """Seconds after a fault is known in which a sequence in flight must have a rank again."""
 QUIET_SECONDS = 0.2
@@ -63,30 +60,12 @@ _log = logging.getLogger(__name__)
 Restart = Callable[[int], StartedProcess]
 """Starts a rank's process again and waits until it is loaded. Raises CoterieError."""
 
-State = Literal["loading", "ready", "member", "lost", "ended"]
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """One rank as the front end sees it. `life` counts its processes; `fallen`: out of the present generation."""
-
-    number: int
-    node: int
-    process: StartedProcess | None
-    state: State = "ready"
-    life: int = 0
-    heard: float = field(default_factory=time.monotonic)
-    joined: float = 0.0
-    has_joined: bool = False
-    fallen: bool = False
-    restarts: int = 0
-    stats: Stats | None = None
-
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     """`slots`: the initial table of experts. `restart` None: lost ranks stay lost. `tensor`: so many consecutive ranks
-    share requests; the first has them, and they are lost together."""
+    share requests; the first has them, and they are lost together. `stall_seconds`: how long a rank's work may stand
+    still."""
 
     slots: Table
     num_experts: int
@@ -94,6 +73,7 @@ class FleetPlan:
     token_budget: int
     restart: Restart | None = None
     tensor: int = 1
+    stall_seconds: float = 30.0
 
 
 class Fleet:
@@ -174,9 +154,9 @@ class Fleet:
         late = now - self._next_tick > BEAT_SECONDS  # then this machine stalls, and the ranks with it
         self._next_tick = now + BEAT_SECONDS
         for place in self._places:
-            patience = MOST_MISSES * BEAT_SECONDS if place.has_joined else JOIN_SECONDS
-            if place.state in ("ready", "member") and now - place.heard > patience and not late:
-                self._lose(place, f"said nothing for {now - place.heard:.1f} s")
+            fault = place.fault(now, self._plan.stall_seconds)
+            if place.state in ("ready", "member") and fault is not None and not late:
+                self._lose(place, *fault)
             elif place.state == "member" and place.has_joined and now - place.joined > CALM_SECONDS:
                 place.restarts = 0
         if self._fault_at is not None and now - self._fault_at > PATIENCE:
@@ -244,7 +224,7 @@ class Fleet:
             case Fault(generation=generation) if generation == self._group.generation and place.state == "member":
                 self._fell(place, message)
             case Beat():
-                pass
+                place.note(message)
 
     def _news(self, output: Output) -> None:
         if self._book.note(output):
@@ -340,9 +320,9 @@ class Fleet:
 
     # Losses
 
-    def _lose(self, place: Place, how: str) -> None:
-        """A rank is gone, or is made to be gone, and with it those that share its requests."""
-        silent = time.monotonic() - place.heard
+    def _lose(self, place: Place, how: str, since: float | None = None) -> None:
+        """A rank is gone, or is made to be gone, and with it those that share its requests. `since`: a clock time."""
+        silent = time.monotonic() - (place.heard if since is None else since)
         gone = [mate for mate in self._mates(place) if mate is place or mate.state in ("ready", "member")]
         was_member = any(mate.state == "member" for mate in gone)
         cause = f"rank {place.number} on node {place.node} was lost: {how}"
@@ -388,7 +368,7 @@ class Fleet:
         threading.Thread(target=body, name=f"coterie-restart-{place.number}", daemon=True).start()
 
     def _back(self, place: Place, process: StartedProcess) -> None:
-        place.process, place.life, place.heard = process, place.life + 1, time.monotonic()
+        place.revive(process)
         if self._over or self._draining:
             self._end(place)
             return
@@ -475,17 +455,8 @@ class Fleet:
     def _publish(self) -> None:
         living = [place.stats for place in self._places if place.stats is not None and self._schedules(place)]
         if living:
-            self._count(ranks=tuple(_rank_stats(place) for place in self._places))
+            self._count(ranks=tuple(place.rank_stats() for place in self._places))
             self._deliver([self._totals.of(living, self._group)])
-
-
-def _rank_stats(place: Place) -> RankStats:
-    state = "serving" if place.state == "member" and place.has_joined else place.state
-    stats = place.stats
-    if stats is None:
-        return RankStats(place.number, place.node, state)
-    load = (stats.num_running, stats.num_waiting, stats.kv_usage, stats.generation_tokens, stats.steps)
-    return RankStats(place.number, place.node, state, *load)
 
 
 def _reap(child: Child) -> None:

@@ -21,7 +21,8 @@ import msgspec
 from coterie.engine.build import EngineInfo, Progress, open_model
 from coterie.engine.config import NO_CLASSES, EngineConfig, ServiceConfig
 from coterie.engine.fingerprint import check_alike
-from coterie.engine.fleet import Fleet, FleetPlan, Place
+from coterie.engine.fleet import Fleet, FleetPlan
+from coterie.engine.fleet_place import Place
 from coterie.engine.memory import available_memory
 from coterie.engine.process import Child, FromChild, Hello, StartedProcess, spawn, wait_ready
 from coterie.engine.rank import Seat
@@ -36,6 +37,8 @@ from coterie.model.shard import ExpertShard
 from coterie.spec.errors import CoterieError
 from coterie.spec.parallel import ONE_RANK, ParallelConfig
 
+MOST_STALLS = 4
+"""So many times a rank's longest stall an exchange may wait: it ends only what is no rank's fault, as a cut link."""
 _log = logging.getLogger(__name__)
 
 Opened = tuple[Wire[Any], Child]
@@ -107,6 +110,7 @@ class Launch:
             token_budget=self._config.chunked_prefill_size,
             restart=self._restart if self._parallel.restart_ranks else None,
             tensor=self._parallel.tp,
+            stall_seconds=self._parallel.stall_seconds,
         )
         fleet = Fleet(plan, places, deliver, closed)
         fleet.start()
@@ -137,6 +141,7 @@ class Launch:
             ),
             tensor=self._parallel.tp,
             local_size=self._local if join is None else join.local_size,
+            patience=MOST_STALLS * self._parallel.stall_seconds,
         )
         return Hello(self._path if join is None else join.model_path, config, self._service, seat)
 

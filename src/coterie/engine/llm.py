@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engine.admission import Door
-from coterie.engine.build import EngineInfo, ModelSource, Progress, build_engine
+from coterie.engine.build import ModelSource, Progress, build_engine
 from coterie.engine.config import EngineConfig
 from coterie.engine.core import EngineCore
 from coterie.engine.errors import InvalidRequest
@@ -73,24 +73,12 @@ class LLM:
         **options: Unpack[EngineOptions],
     ) -> None:
         self.config = replace(config or EngineConfig(), **options)
-        core, self._info = build_engine(shipped_model_path() if path is None else path, self.config, progress)
-        self._use(core)
-
-    @classmethod
-    def from_core(cls, core: EngineCore, info: EngineInfo) -> LLM:
-        """Use an engine that was built elsewhere."""
-        llm = cls.__new__(cls)
-        llm.config, llm._info = info.config, info
-        llm._use(core)
-        return llm
-
-    def _use(self, core: EngineCore) -> None:
-        files = self._info.files
-        self.spec, self.tokenizer = files.spec, files.tokenizer
-        self.max_model_len, self.report = self._info.max_model_len, self._info.report
+        core, info = build_engine(shipped_model_path() if path is None else path, self.config, progress)
+        self.spec, self.tokenizer = info.files.spec, info.files.tokenizer
+        self.max_model_len, self.report = info.max_model_len, info.report
         self._core: EngineCore | None = core
         self._lock = threading.Lock()
-        self._tracker = Tracker(Door.of(self._info), self.tokenizer, seed=self.config.seed)
+        self._tracker = Tracker(Door.of(info), self.tokenizer, seed=self.config.seed)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -231,9 +231,12 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """A rank's process is alive; it has entered `step`."""
+    """A rank's process is alive; it has entered `step`. `work`: a number that changes while it computes or loads;
+    `waits`: for other ranks or for a message, so that it is not to blame where nothing gets on."""
 
     step: int = 0
+    work: int = 0
+    waits: bool = True
 
 
 ToEngine = Add | Abort | Drain

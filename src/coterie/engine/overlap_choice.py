@@ -82,11 +82,3 @@ class OverlapChooser:
             size.since_retry = 0
             return 1 - best
         return best
-
-    def verdicts(self) -> dict[int, bool]:
-        """By size (rows below 2**size): whether cutting is faster; sizes that were judged only."""
-        return {
-            bits: size.forms[1].seconds < size.forms[0].seconds
-            for bits, size in sorted(self._sizes.items())
-            if min(form.steps for form in size.forms) >= TRIALS
-        }

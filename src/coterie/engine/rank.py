@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from queue import SimpleQueue
@@ -33,6 +34,7 @@ from coterie.engine.rebalance import RebalancePolicy, Rebalancer, Units
 from coterie.engine.remote import is_orphan
 from coterie.engine.wire import Wire
 from coterie.engine.worker import EngineLoop, deliver_to
+from coterie.kernels.native import NativeKernels
 from coterie.kernels.select import Choice
 from coterie.model.overlap import drive
 from coterie.model.shard import ExpertShard
@@ -44,10 +46,10 @@ from coterie.spec.tensor_split import TensorSplit
 
 BEAT_SECONDS = 0.5
 """Between two signs of life."""
-MEET_SECONDS = 10.0
-"""Within which all members of a generation must come to the store: they are loaded and were told at the same time."""
-STEP_SECONDS = 120.0
-"""How long an exchange may wait for a rank that lives but computes or loads."""
+CONNECT_SECONDS = 10.0
+"""Within which the members of a generation must reach each other, once all have come to the store."""
+POLLED_SECONDS = 1.0
+"""A meeting asks more often than this whether it was given up."""
 SHORT_STEP = 16
 """Rows of a rank up to which an exchange may use messages of fixed size."""
 _log = logging.getLogger(__name__)
@@ -62,7 +64,9 @@ class Seat(msgspec.Struct, frozen=True):
 
     `memory` 0: an equal part of the machine's among its `local_size` ranks. `interface`: of the network, None finds
     the one by which the store is reached. `overlap`: two micro-batches a step.
-    `tensor`: so many consecutive ranks share requests, of which the first has and schedules them.
+    `tensor`: so many consecutive ranks share requests, of which the first has and schedules them. `patience`: seconds
+    that a meeting or an exchange may wait for a rank that lives but computes or loads; whether it gets on is the front
+    end's to judge (`Beat`), so this ends only what no rank is to blame for.
     """
 
     number: int
@@ -75,6 +79,7 @@ class Seat(msgspec.Struct, frozen=True):
     rebalance: RebalancePolicy = RebalancePolicy()
     tensor: int = 1
     local_size: int = 1
+    patience: float = 120.0
 
     @property
     def split(self) -> TensorSplit:
@@ -93,6 +98,7 @@ class Rank:
         self.on_moved: Callable[[Moved], None] = lambda moved: None
         self._moving = None if not seat.rebalance.steps else self._prepare_moves()
         self._generation = self._newest = -1
+        self._polled = -POLLED_SECONDS
         self._transports: list[Transport] = []
         self._lock = threading.Lock()
 
@@ -108,7 +114,7 @@ class Rank:
         with self._lock:
             before, self._transports = self._transports, [control, serve, *([] if weights is None else [weights])]
         for transport in self._transports:
-            transport.set_timeout(STEP_SECONDS)
+            transport.set_timeout(self._seat.patience)
         placement = self._placement(regroup)
         loaded = self._load(ExpertShard.of(placement, self._info.files.spec, place))
         model = self.core.runner.model
@@ -128,7 +134,7 @@ class Rank:
             )
         spec = self._info.files.spec
         self.core.runner.model = Transformer(spec, model.weights, runtime, self._info.max_model_len)
-        serve.set_timeout(STEP_SECONDS)  # of its groups too, which were made since
+        serve.set_timeout(self._seat.patience)  # of its groups too, which were made since
         check_agreement(control, "the placement of experts", placement.digest())
         self._generation = regroup.generation
         for transport in before:  # only now: members that left together may have been slower to leave
@@ -151,6 +157,20 @@ class Rank:
     def number(self) -> int:
         """Its number in the deployment."""
         return self._seat.number
+
+    @property
+    def work(self) -> int:
+        """A number that changes while this rank computes or loads, inside a long kernel too; any thread may ask."""
+        runner = self.core.runner
+        kernels = runner.model.runtime.kernels
+        begun = kernels.progress() if isinstance(kernels, NativeKernels) else 0
+        return int(begun + sum(runner.timer.totals_ns.values())) % (1 << 62)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks, in an exchange or a meeting; any thread may ask."""
+        exchanging = any(transport.waiting for transport in self._transports[:2])
+        return exchanging or time.monotonic() - self._polled < POLLED_SECONDS
 
     def interrupt(self, generation: int) -> None:
         """End what this rank waits for in a generation before `generation`, the meeting of its members too."""
@@ -194,9 +214,16 @@ class Rank:
 
         seat = self._seat
         place, size = regroup.members.index(seat.number), len(regroup.members)
-        spec = GroupSpec(place, size, regroup.generation, purpose, MEET_SECONDS, interface=seat.interface)
+        spec = GroupSpec(
+            place, size, regroup.generation, purpose, CONNECT_SECONDS, interface=seat.interface, patience=seat.patience
+        )
         address = StoreAddress(seat.store_host, seat.store_port)
-        return connect(address, spec, lambda: self._newest > regroup.generation)
+
+        def given_up() -> bool:
+            self._polled = time.monotonic()
+            return self._newest > regroup.generation
+
+        return connect(address, spec, given_up)
 
     def _placement(self, regroup: Regroup) -> ExpertPlacement:
         spec = self._info.files.spec
@@ -246,25 +273,25 @@ def serve_rank(rank: Rank, wire: Wire[Any], messages: Iterable[ToRank]) -> None:
             if is_orphan(parent):
                 os._exit(1)
             try:
-                wire.send(Beat(loop.group.step))
+                wire.send(Beat(loop.group.step, rank.work, rank.waits or loop.waits))
             except OSError:
                 return
 
     for body, name in ((read, "coterie-wire"), (beat, "coterie-beat")):
         threading.Thread(target=body, name=name, daemon=True).start()
-    _generations(rank, loop, wire, inbox)
+    _generations(rank, loop, wire)
     ended.set()
     wire.close()
     logging.shutdown()
     os._exit(0)  # groups that were given up may still hold threads, for which an orderly end would wait or abort
 
 
-def _generations(rank: Rank, loop: EngineLoop, wire: Wire[Any], inbox: SimpleQueue[ToRank | None]) -> None:
+def _generations(rank: Rank, loop: EngineLoop, wire: Wire[Any]) -> None:
     """One generation after another, until all ranks are drained."""
     regroup: Regroup | None = None
     while True:
         while regroup is None:
-            message = inbox.get()
+            message = loop.next_message()
             if isinstance(message, Regroup):
                 regroup = message
             else:

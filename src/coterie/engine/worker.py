@@ -36,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 class EngineLoop:
     """`inbox` None means that the peer is gone: everything is aborted and the loop ends. `group`: the ranks that step
-    together; `run` may be called again with another after Desynchronised, and returns a Regroup that was agreed on."""
+    together; `run` may be called again with another after Desynchronised, and returns a Regroup that was agreed on.
+    `waits`: for a message."""
 
     def __init__(
         self, core: EngineCore, inbox: SimpleQueue[ToRank | None], deliver: Deliver, group: Group | None = None
@@ -51,6 +52,7 @@ class EngineLoop:
         self._last_stats = 0.0
         self._step_ns = 0
         self._idle, self._patient = True, True
+        self.waits = False
         self._refused: list[Output] = []
         self._regroup: Regroup | None = None
 
@@ -81,6 +83,14 @@ class EngineLoop:
                 self.core.check_integrity()
                 if table.all_drain:
                     return None
+
+    def next_message(self) -> ToRank | None:
+        """Wait for a message."""
+        self.waits = True
+        try:
+            return self._inbox.get()
+        finally:
+            self.waits = False
 
     def take_regroup(self) -> Regroup | None:
         """The newest Regroup that was heard of since the last call."""
@@ -155,7 +165,7 @@ class EngineLoop:
     def _read(self) -> None:
         """Take all messages that are there, waiting for one if all ranks are idle."""
         while self._idle:
-            message = self._inbox.get()
+            message = self.next_message()
             self.handle(message)
             self._idle = isinstance(message, Abort)
         while True:

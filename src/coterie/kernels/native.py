@@ -61,6 +61,10 @@ class NativeKernels:
     def isa(self) -> str:
         return self._device.isa
 
+    def progress(self) -> int:
+        """A number that changes with each piece of a kernel that is begun: a sign of life inside a long call."""
+        return self._device.progress()
+
     # ---- weights and tables ------------------------------------------------------------------------------------------
     def allocate(self, count: int, *matrices: MatrixSpec) -> tuple[_native.Bank, ...]:
         return tuple(_native.allocate(count, [_matrix(matrix) for matrix in matrices]))

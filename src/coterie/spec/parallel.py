@@ -27,8 +27,9 @@ class ParallelConfig:
     slots divide over the ranks. Copies balance load, and let experts outlive a lost rank. restart_ranks: start a lost
     rank's process again. overlap: steps in two micro-batches, each computing while the other's rows travel; auto
     measures. rebalance_steps: after so many steps experts may move to ranks with less load, at most rebalance_moves in
-    each layer, sent with rebalance_rate MB/s by each rank; 0 never. Raises SpecError with the valid values for a layout
-    that cannot be.
+    each layer, sent with rebalance_rate MB/s by each rank; 0 never. stall_seconds: a rank that lives, and for so long
+    neither gets on with its work nor waits for another, is taken for lost. Raises SpecError with the valid values for a
+    layout that cannot be.
     """
 
     tp: int = 1
@@ -41,6 +42,7 @@ class ParallelConfig:
     rebalance_steps: int = 0
     rebalance_moves: int = 8
     rebalance_rate: float = 32.0
+    stall_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "nodes"):
@@ -54,6 +56,8 @@ class ParallelConfig:
                 "rebalance_steps must be at least 0, rebalance_moves at least 1 and rebalance_rate above 0 MB/s, not "
                 f"{self.rebalance_steps}, {self.rebalance_moves} and {self.rebalance_rate:g}"
             )
+        if not 1 <= self.stall_seconds <= 1e5:
+            raise SpecError(f"stall_seconds must be from 1 to 100000, not {self.stall_seconds:g}")
         if self.dp is not None and self.ep is not None and self.ep != self.dp * self.tp:
             raise SpecError(
                 f"ep {self.ep} does not go with dp {self.dp} and tp {self.tp}: experts are spread over all dp x tp = "

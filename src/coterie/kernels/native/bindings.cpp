@@ -245,6 +245,7 @@ NB_MODULE(_native, m) {
   device
       .def("__init__", &init_device, "threads"_a, "isa"_a)
       .def_prop_ro("threads", &Device::threads)
+      .def("progress", [](Device& device) { return device.pool().progress(); })
       .def_prop_ro("isa", [](const Device& device) { return device.table().name; })
       .def("linear", &linear, nb::arg("x").noconvert(), nb::arg("bank"), nb::arg("bias").noconvert().none(),
            nb::arg("out").noconvert())

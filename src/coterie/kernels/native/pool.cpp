@@ -116,7 +116,10 @@ void Pool::run(std::int64_t chunks, Work work, void* context) {
   if (chunks <= 0) return;
   const FlushDenormals flush;
   if (chunks == 1 || workers_.empty()) {
-    for (std::int64_t i = 0; i < chunks; ++i) work(context, i);
+    for (std::int64_t i = 0; i < chunks; ++i) {
+      alone_.fetch_add(1, std::memory_order_relaxed);
+      work(context, i);
+    }
     return;
   }
   const std::lock_guard<std::mutex> turn(callers_);

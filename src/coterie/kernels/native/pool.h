@@ -27,6 +27,11 @@ class Pool {
   // Runs work(context, 0..chunks-1) and returns when all are done. Calls from several threads take turns.
   void run(std::int64_t chunks, Work work, void* context);
 
+  // A number that changes whenever a chunk was taken: a sign of life from inside a long call, for any thread.
+  std::uint64_t progress() const {
+    return ticket_.load(std::memory_order_relaxed) + alone_.load(std::memory_order_relaxed);
+  }
+
  private:
   void loop();
   bool take(std::uint64_t& seen);
@@ -38,6 +43,7 @@ class Pool {
   std::atomic<void*> context_{nullptr};
   std::atomic<std::uint32_t> chunks_{0};
   std::atomic<std::uint32_t> done_{0};
+  std::atomic<std::uint64_t> alone_{0};
   std::atomic<std::uint32_t> signal_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false};
