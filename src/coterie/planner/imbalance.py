@@ -119,60 +119,66 @@ class _Case:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Laid:
-    """Experts laid on ranks: shares, rates of small batches [N, E] by expert, slots' experts [N, S], a plan to split
+    """Experts laid on ranks: which layer's and which expert's share [N], [N, E]; slots' experts [N, S], a plan to split
     where there are copies."""
 
-    shares: Floats
-    rates: Floats
+    layer: NDArray[np.int64]
+    expert: NDArray[np.int64]
     table: NDArray[np.int64]
     plan: SplitPlan | None
 
 
 @lru_cache(maxsize=64)
-def _shares(skew: Skew, experts: int, top_k: int) -> tuple[Floats, Floats]:
-    """Shares and clock rates [L, E] of the layers that are looked at."""
+def _shares(skew: Skew, experts: int, top_k: int) -> Floats:
+    """Shares [L, E] of the layers that are looked at."""
     shares = skew.shares(experts, top_k, 16)
     picked = np.unique(np.linspace(0, len(shares) - 1, min(len(shares), _LAYERS)).round().astype(int))
-    return shares[picked], clock_rates(shares[picked], top_k)
+    return shares[picked]
+
+
+@lru_cache(maxsize=64)
+def _rates(skew: Skew, experts: int, top_k: int) -> Floats:
+    """Clock rates [L, E] of the same."""
+    return clock_rates(_shares(skew, experts, top_k), top_k)
 
 
 @lru_cache(maxsize=24)
 def _laid(case: _Case) -> _Laid:
-    shares, rates = _shares(case.skew, case.experts, case.top_k)
+    layers = len(_shares(case.skew, case.experts, case.top_k))
     rng = np.random.default_rng(case.skew.seed)
     if case.placement == "balanced":
-        shares, rates, table = _balanced(case, rng)
+        layer, expert, table = _balanced(case, rng)
     else:
-        number = -(-min(_SAMPLES, _DRAWN // case.slots) // len(shares))
-        shares, rates = np.repeat(shares, number, 0), np.repeat(rates, number, 0)
+        number = -(-min(_SAMPLES, _DRAWN // case.slots) // layers)
+        layer = np.repeat(np.arange(layers), number)
+        expert = np.tile(np.arange(case.experts), (len(layer), 1))
         if case.placement == "random":
-            order = np.argsort(rng.random(shares.shape), 1)
-            shares, rates = np.take_along_axis(shares, order, 1), np.take_along_axis(rates, order, 1)
+            expert = np.argsort(rng.random(expert.shape), 1)
         row = ExpertPlacement.linear(1, case.experts, case.ep, num_slots=case.slots).slot_to_expert
-        table = np.repeat(row, len(shares), 0).astype(np.int64)
-    plan = SplitPlan.of(table, case.experts, case.ep) if case.redundant else None
-    return _Laid(shares, rates, table, plan)
+        table = np.repeat(row, len(layer), 0).astype(np.int64)
+    return _Laid(layer, expert, table, SplitPlan.of(table, case.experts, case.ep) if case.redundant else None)
 
 
-def _balanced(case: _Case, rng: np.random.Generator) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """Shares, rates and tables of as many layers as time allows, several steps of each. A curve is one layer: it is
+def _balanced(case: _Case, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Layers, experts and tables of as many layers as time allows, several steps of each. A curve is one layer: it is
     shuffled and balanced some times, as the search ends differently each time."""
     if case.slots * case.ep > _PLACING:
         raise SpecError(
             f"{case.slots} slots on {case.ep} ranks take too long to balance here (slots x ranks up to {_PLACING:,}); "
             "ask for placement random, or for fewer ranks"
         )
-    shares, rates = _shares(case.skew, case.experts, case.top_k)
+    shares = _shares(case.skew, case.experts, case.top_k)
     most = min(max(_PLACED // (case.slots * case.ep), 1), _LAYERS)
-    rows = np.linspace(0, len(shares) - 1, min(len(shares), most)).round().astype(int)
     if len(shares) == 1:
-        order = np.argsort(rng.random((min(most, 4), case.experts)), 1)
-        shares, rates = shares[0][order], rates[0][order]
+        layer = np.zeros(min(most, 4), np.int64)
+        expert = np.argsort(rng.random((len(layer), case.experts)), 1)
     else:
-        shares, rates = shares[rows], rates[rows]
-    table = place(shares, Room(num_slots=case.slots, num_ranks=case.ep)).slot_to_expert.astype(np.int64)
-    number = max(min(_SAMPLES // 4, _DRAWN // case.slots) // len(shares), _STEPS)
-    return np.repeat(shares, number, 0), np.repeat(rates, number, 0), np.repeat(table, number, 0)
+        layer = np.linspace(0, len(shares) - 1, min(len(shares), most)).round().astype(np.int64)
+        expert = np.tile(np.arange(case.experts), (len(layer), 1))
+    room = Room(num_slots=case.slots, num_ranks=case.ep)
+    table = place(shares[layer[:, None], expert], room).slot_to_expert.astype(np.int64)
+    number = max(min(_SAMPLES // 4, _DRAWN // case.slots) // len(layer), _STEPS)
+    return np.repeat(layer, number), np.repeat(expert, number, 0), np.repeat(table, number, 0)
 
 
 @lru_cache(maxsize=256)
@@ -180,14 +186,17 @@ def _measured(case: _Case, tokens: int) -> Imbalance:
     laid = _laid(case)
     rng = np.random.default_rng([case.skew.seed, 1])
     small = is_small(tokens, case.experts)
-    shares, rates = laid.shares, laid.rates
+    question = (case.skew, case.experts, case.top_k)
+    shares = _shares(*question)[laid.layer[:, None], laid.expert]
+    rates = _rates(*question)[laid.layer[:, None], laid.expert] if small else None
     if case.skew.drift:
         factor = np.exp(case.skew.drift * rng.standard_normal(shares.shape))
-        shares, rates = capped(shares * factor, case.top_k), rates * factor
+        shares = capped(shares * factor, case.top_k)
+        rates = rates * factor if rates is not None else None
     counts = np.concatenate(
         [
-            draw(shares[part], rates[part] if small else None, case.top_k, tokens, rng)
-            for part in np.array_split(np.arange(len(laid.shares)), -(-len(laid.shares) // 32))
+            draw(shares[part], rates[part] if rates is not None else None, case.top_k, tokens, rng)
+            for part in np.array_split(np.arange(len(shares)), -(-len(shares) // 32))
         ]
     )
     copies = _copies(laid.table, case.experts)

@@ -8,6 +8,7 @@ or products over peak, exchanges in full, no overlap). Memory is not compared: a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from coterie.planner.cost import Efficiency, decode_step
@@ -31,7 +32,7 @@ class Contest:
 
     group_gbps: links of a device in the large group, GB/s a direction (0: as in a pod). copies: expert slots on each
     rank beyond the fewest; with `balanced` placements are balanced, else random. tokens: of the batch that imbalance is
-    drawn for, 0 for those of one step.
+    drawn for (to the nearest power of two), 0 for those of one step.
     """
 
     group: int = 256
@@ -65,9 +66,8 @@ def side(model: ModelSpec, hw: HardwareSpec, contest: Contest, skew: Skew, ranks
     experts = moe_of(model).num_experts
     redundant = smallest_slots(experts, ranks) - experts + contest.copies * ranks
     batch = contest.requests * ranks
-    found = gamma(
-        skew, model, contest.tokens or batch, ranks, "balanced" if contest.balanced else "random", redundant
-    ).rank  # fmt: skip
+    near = 1 << round(math.log2(max(contest.tokens or batch, 1)))
+    found = gamma(skew, model, near, ranks, "balanced" if contest.balanced else "random", redundant).rank
     layout = Layout(
         devices=ranks, tp=1, dp=ranks, ep=ranks, redundant=redundant, weights=contest.weights, kv=contest.kv
     )
