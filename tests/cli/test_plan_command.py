@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,106 @@ def test_every_command_of_the_table_has_help(capsys: pytest.CaptureFixture[str])
     for name, (_, text) in COMMANDS.items():
         assert run(["plan", name, "--help"]) == 0
         assert "Usage" in capsys.readouterr().out and text.endswith(".")
+
+
+PLANS: dict[str, list[str]] = {
+    "memory": ["memory", "v3", "--hw", "h100", "-n", "16", "--batch", "64"],
+    "memory that does not fit": ["memory", "v3", "--hw", "h100", "--mtp"],
+    "limits": ["limits", "r1", "--hw", "b200-paper", "-n", "32", "--context", "2048", "--context", "8192"],
+    "compare": ["compare", "v3@dense", "v3", "llama-3.1-405b", "--hw", "b200", "-n", "32", "--price", "3"],
+    "compare with one that is too large": ["compare", "v3", "v3@n=32", "--hw", "h100", "-n", "2"],
+}
+QUANTITY = {"value", "p10", "p90", "unit", "kind", "formula", "flags"}
+KINDS = {"exact", "derived", "assumed", "calibrated", "extrapolated"}
+
+
+def bare_numbers(value: object, path: str = "") -> Iterator[str]:
+    """Where a document holds a number that is no part of a quantity. `asked` repeats the question, in plain numbers."""
+    if isinstance(value, dict):
+        if set(value) >= QUANTITY:
+            numbers = [value[name] for name in ("p10", "value", "p90") if value[name] is not None]
+            assert set(value) == QUANTITY and value["kind"] in KINDS and value["formula"], path
+            assert isinstance(value["unit"], str) and isinstance(value["flags"], list), path
+            assert numbers == sorted(numbers), path
+            return
+        for name, item in value.items():
+            if name != "asked":
+                yield from bare_numbers(item, f"{path}.{name}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from bare_numbers(item, f"{path}[{index}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_number_of_json_says_how_far_to_trust_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *PLANS[name], "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["asked"]
+    assert not list(bare_numbers(document))
+
+
+def test_a_bare_number_is_seen() -> None:
+    assert list(bare_numbers({"asked": {"n": 3}, "a": [{"b": 1}], "fits": True})) == [".a[0].b"]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_answers_are_readable_too(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *PLANS[name]]) == 0
+    shown = capsys.readouterr().out
+    assert "DeepSeek" in shown and "Quantity(" not in shown and "None" not in shown and "nan" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("memory deepsek-v3 --hw h100", "near names of shipped configurations are DeepSeek-V3"),
+        ("memory v3 --hw h1000", "near are H100-SXM5-80GB"),
+        ("memory v3", "Missing option '--hardware'"),
+        ("memory v3 --hw b200 -n 8 --tp 8 --dp 4", "32 ranks, not 8; valid for 8 devices are"),
+        ("memory v3 --hw b200 -n 16 --tp 8 --dp 2 --ep 16", "valid for 16 devices are tp 1 x dp 16, tp 16 x dp 1"),
+        ("memory v3 --hw b200 -n 8 --ep 3", "ep 3 does not divide 8 devices; valid are 1, 2, 4, 8"),
+        ("memory v3 --hw b200 -n 8 --redundant 3", "valid numbers of redundant experts are 0, 8, 16"),
+        ("memory v3 --hw b200 -n 0", "0 is not in the range"),
+        ("memory v3 --hw b200 --batch -5", "-5 is not in the range"),
+        ("memory v3 --hw b200 --isl 99999999999999", "is not in the range"),
+        ("memory v3 --hw b200 --utilisation 0", "0.0 is not in the range"),
+        ("memory v3 --hw b200 --utilisation nan", "nan"),
+        ("memory v3 --hw b200 --memory-gb nan", "nan"),
+        ("memory v3 --hw b200 --kv fp3", "'fp3' is not one of"),
+        ("memory llama-3.1-70b --hw h100 -n 8 --tp 8 --mtp", "no multi-token-prediction block"),
+        ("limits v3 --hw h100 -n 8", "no request fits"),
+        ("limits v3 --hw h100 -n 64 --slo 1", "reading the weights alone takes"),
+        ("limits v3 --hw h100 -n 64 --skew zapf", "there is no skew 'zapf'"),
+        ("compare v3@colour=red,n=4 --hw h100", "'colour=red' of"),
+        ("compare v3@kv=fp3 --hw h100", "kv of 'v3@kv=fp3' must be one of bf16"),
+        ("compare v3@n=zwei --hw h100", "must be a whole number"),
+        ("compare llama-2-70b@dense --hw h100", "its own dense twin"),
+        ("compare --hw h100", "Missing argument"),
+    ],
+)
+def test_mistakes_are_one_line_that_says_what_is_possible(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in fails(capsys, *arguments.split())
+
+
+def test_a_config_that_lacks_fields_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v2", "hidden_size": 2048}')
+    assert "required field num_hidden_layers is missing" in fails(capsys, "memory", str(tmp_path), "--hw", "h100")
+
+
+def test_planning_answers_in_time_without_torch_engine_or_kernels() -> None:
+    """No timing is asserted: what takes seconds to import is not there."""
+    heavy = {"torch", "rich", "matplotlib", "coterie.engine", "coterie.kernels", "coterie.server", "coterie.model"}
+    for arguments in PLANS.values():
+        code = (
+            f"import sys; from coterie.cli.main import run; status = run(['plan', *{arguments!r}]);"
+            f"sys.exit(status or ' '.join(sorted({heavy!r} & set(sys.modules))) or None)"
+        )
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert result.returncode == 0, result.stderr
 
 
 def test_an_unknown_command_lists_the_possible_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from coterie.cli.main import VerbGroup, debug_option
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "memory": ("coterie.cli.plan_memory:memory", "Show what a rank's memory holds and how many requests fit."),
     "limits": ("coterie.cli.plan_limits:limits", "Show the compute, capacity and latency limits of the batch."),
+    "compare": ("coterie.cli.plan_compare:compare", "Set models or layouts side by side."),
     "net": ("coterie.cli.plan_net:net", "Time of an expert exchange by topology and form."),
     "imbalance": ("coterie.cli.plan_imbalance:imbalance", "Busiest expert and rank by skew and placement."),
     "pods": ("coterie.cli.plan_pods:pods", "One large expert-parallel group against pods."),

@@ -24,7 +24,7 @@ def memory(asked: Asked, load: Load) -> None:
         show_json(document(asked, load, result, least))
         return
     click.echo(f"{asked.title()}\n")
-    click.echo(budget_table(asked, result))
+    click.echo(budget_table(asked, load, result))
     click.echo("\n" + "\n".join([*summary(asked, load, result, least), *notes(asked, load)]))
 
 
@@ -56,10 +56,12 @@ def active(asked: Asked) -> int:
     return model.num_active_parameters + (0 if model.tie_embeddings else model.counts.embedding)
 
 
-def budget_table(asked: Asked, result: Budget) -> str:
+def budget_table(asked: Asked, load: Load, result: Budget) -> str:
     """Items of a rank, of all ranks, and their share of the device."""
     rows = [row(asked, name, quantity, result) for name, quantity in result.items]
     rows.append(row(asked, "free for the cache", result.free, result))
+    if result.cache is not None:
+        rows.append(row(asked, f"of it {load.batch:,} requests", result.cache, result))
     rows.append(row(asked, "device", result.capacity, result))
     return table(["item", "a rank", "all ranks", "share", "kind", "80 % interval"], rows)
 

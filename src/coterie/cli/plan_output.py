@@ -15,6 +15,8 @@ import click
 from coterie.planner.quantity import Quantity
 
 _STEPS = {"B": ("B", "kB", "MB", "GB", "TB"), "s": ("ns", "us", "ms", "s")}
+_COUNTED = {"op": ("op", "kop", "Mop", "Gop", "Top"), "values": ("values", "thousand", "million", "billion")}
+"""Unit names in steps of a thousand."""
 
 
 def show_json(document: Any) -> None:
@@ -52,6 +54,8 @@ def number(value: float, unit: str) -> str:
         return _scaled(value, _STEPS["B"], 0)
     if unit == "s":
         return _scaled(value * 1e9, _STEPS["s"], 0)
+    if unit in _COUNTED:
+        return _scaled(value, _COUNTED[unit], 0)
     digits = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
     return f"{digits} {unit}".rstrip()
 

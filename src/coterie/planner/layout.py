@@ -14,7 +14,7 @@ from typing import Literal
 
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
-from coterie.spec.model import Fp8BlockQuant, ModelSpec
+from coterie.spec.model import Fp8BlockQuant, ModelSpec, MoESpec
 
 WeightName = Literal["bf16", "fp8", "fp4", "int8", "int4"]
 CacheName = Literal["bf16", "fp8", "fp8-scaled", "int8"]
@@ -128,7 +128,7 @@ class Wish:
 
 
 def choose(model: ModelSpec, hardware: HardwareSpec, devices: int, wish: Wish = Wish()) -> Layout:
-    """Complete a wish. tp: 1 for MLA, whose cache it does not cut, else as many as the domain and the heads allow.
+    """Complete a wish. tp: 1 for MLA with experts, whose cache it does not cut, else what domain and heads allow.
     ep: the most that the devices and the number of experts allow. redundant: the fewest that divide. Raises SpecError
     for what cannot be, with what can."""
     if not 1 <= devices <= 65536:
@@ -160,8 +160,9 @@ def stored_weights(model: ModelSpec) -> WeightName:
 
 
 def _widest_tp(model: ModelSpec, devices: int, domain: int) -> int:
-    if any(layer.attention.kind == "mla" for layer in model.layers):
+    kinds = [layer for layer, _ in model.layer_kinds]
+    if any(layer.attention.kind == "mla" for layer in kinds) and any(isinstance(each.ffn, MoESpec) for each in kinds):
         return 1
-    heads = {layer.attention.num_heads for layer in model.layers}
+    heads = {layer.attention.num_heads for layer in kinds}
     fits = [each for each in divisors(devices) if each <= domain and all(count % each == 0 for count in heads)]
     return max(fits, default=1)

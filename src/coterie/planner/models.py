@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 from coterie.spec.errors import SpecError
-from coterie.spec.model import ModelSpec
+from coterie.spec.model import DenseSpec, ModelSpec, MoESpec
 
 ALIASES = {"v3": "DeepSeek-V3", "r1": "DeepSeek-R1", "v2": "DeepSeek-V2", "v2-lite": "DeepSeek-V2-Lite"}
 """Short names; any unambiguous end or beginning of a name counts as well."""
@@ -41,6 +42,22 @@ def model(name_or_path: str) -> tuple[str, ModelSpec]:
         folder = path.resolve()
         return (folder.parent.name if folder.name == "config.json" else folder.stem), spec
     raise SpecError(f"there is no model {name_or_path!r}: no such folder, and {_near(name_or_path)}")
+
+
+def dense_twin(model: ModelSpec) -> ModelSpec:
+    """The same model with every routed layer one dense feed-forward of the same size: what the experts cost if all of
+    them ran. Equal in size but for the routers, not in quality. Raises SpecError for a model without experts."""
+    if not any(model.moe_layers()):
+        raise SpecError(f"{model.model_type} has no routed experts, so it is its own dense twin")
+    layers = []
+    for layer in model.layers:
+        ffn = layer.ffn
+        if isinstance(ffn, MoESpec):
+            width = ffn.num_experts * ffn.intermediate_size + ffn.shared_intermediate_size
+            layer = replace(layer, ffn=DenseSpec(width))
+        layers.append(layer)
+    missing = model.missing or "such a model: it is a comparison"
+    return replace(model, layers=tuple(layers), mtp_layers=(), missing=missing)
 
 
 def shipped_name(name: str) -> str | None:

@@ -1,0 +1,165 @@
+"""Models or layouts side by side: sizes, work and memory of a token, the batch served in time, what a token costs.
+
+A side is a model on devices in a layout. All sides answer the same question (`Ask`), so that their ratios mean
+something. Nothing is computed here that `memory`, `limits` or `cost` do not say; this puts them next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coterie.planner.cost import decode_step
+from coterie.planner.layout import Layout
+from coterie.planner.limits import Terms, paper_limits
+from coterie.planner.memory import DEFAULT_LOAD, Load, budget, weight_items
+from coterie.planner.ops import Point
+from coterie.planner.quantity import Quantity, least_trusted, sure
+from coterie.spec.errors import SpecError
+from coterie.spec.hardware import HardwareSpec
+from coterie.spec.model import ModelSpec
+
+PRIOR_SPREAD = 1.6
+"""Half-width of the interval of a step's time that nothing was fitted to (a factor, 80 %)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One column."""
+
+    name: str
+    model: ModelSpec
+    hardware: HardwareSpec
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What every side is asked. `slo`: seconds that a token may take. `price`: of a device and hour, 0 for the
+    device's own (which may be unknown)."""
+
+    load: Load = DEFAULT_LOAD
+    slo: float = 0.05
+    price: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A side's answers by name, None where there is none, and why not."""
+
+    side: Side
+    values: dict[str, Quantity | None]
+    reason: str
+
+
+NAMES: tuple[str, ...] = (
+    "parameters",
+    "active parameters",
+    "active share",
+    "operations a token",
+    "weights in bf16",
+    "cache a token in bf16",
+    "weights of a rank",
+    "free for the cache",
+    "requests that fit",
+    "paper B_RP",
+    "paper B_cap",
+    "paper B_SLO",
+    "requests in time",
+    "time of a token",
+    "tokens a second and device",
+    "device-seconds a million tokens",
+    "cost of a million tokens",
+)
+
+
+def compare(sides: Iterable[Side], ask: Ask) -> tuple[Column, ...]:
+    """One column a side, in order."""
+    return tuple(_column(side, ask) for side in sides)
+
+
+def _column(side: Side, ask: Ask) -> Column:
+    values: dict[str, Quantity | None] = dict.fromkeys(NAMES)
+    values |= sizes(side.model, ask.load.resident)
+    result = budget(side.model, side.hardware, side.layout, ask.load)
+    items = [quantity for _, quantity in weight_items(side.model, side.layout)]
+    held = sum(quantity.value for quantity in items)
+    kind = least_trusted(quantity.kind for quantity in items)
+    values["weights of a rank"] = sure(held, "B", "weight-bytes", kind)
+    values["free for the cache"] = result.free
+    values["requests that fit"] = result.b_cap
+    reason = _limits(side, ask, values)
+    if result.b_cap.value < 1:
+        return Column(side, values, "it does not fit")
+    return Column(side, values, _decode(side, ask, int(result.b_cap.value), values) or reason)
+
+
+def sizes(model: ModelSpec, context: float) -> dict[str, Quantity]:
+    """What does not depend on devices. Published active parameters include the embedding table."""
+    active = model.num_active_parameters + (0 if model.tie_embeddings else model.counts.embedding)
+    return {
+        "parameters": sure(model.num_parameters, "values", "parameters", "exact"),
+        "active parameters": sure(active, "values", "active-parameters", "exact"),
+        "active share": sure(100 * active / model.num_parameters, "%", "active-parameters", "exact"),
+        "operations a token": sure(model.flops_per_token(round(context)), "op", "operations", "derived"),
+        "weights in bf16": sure(model.weight_bytes(), "B", "weight-bytes", "exact"),
+        "cache a token in bf16": sure(model.kv_bytes_per_token(), "B", "kv-bytes", "exact"),
+    }
+
+
+def _limits(side: Side, ask: Ask, values: dict[str, Quantity | None]) -> str:
+    """Fill the paper's limits; the reason if it has none."""
+    try:
+        terms = Terms(slo=ask.slo, utilisation=ask.load.utilisation)
+        limits = paper_limits(side.model, side.hardware, side.layout, max(1, round(ask.load.resident)), terms)
+    except SpecError as error:
+        return str(error)
+    values |= {"paper B_RP": limits.b_rp, "paper B_cap": limits.b_cap, "paper B_SLO": limits.b_slo}
+    return ""
+
+
+def _decode(side: Side, ask: Ask, most: int, values: dict[str, Quantity | None]) -> str:
+    """Fill what the largest batch in time costs; the reason if there is none."""
+    batch = ask.load.batch or largest_batch(side, ask, most)
+    if batch < 1:
+        alone = step_seconds(side, ask, 1)
+        return f"one request alone takes {alone * 1e3:.3g} ms a token, {ask.slo * 1e3:.3g} ms are allowed"
+    seconds = step_seconds(side, ask, batch)
+    devices = side.layout.devices
+    price = ask.price or side.hardware.price_hour
+    values["requests in time"] = sure(batch, "requests", "batch", "assumed" if ask.load.batch is None else "exact")
+    values["time of a token"] = _guess(seconds, "s", "decode-step")
+    rate = batch / seconds / devices
+    values["tokens a second and device"] = _guess(rate, "tokens/s", "token-rate")
+    values["device-seconds a million tokens"] = _guess(1e6 / rate, "device-s", "device-seconds")
+    if price:
+        values["cost of a million tokens"] = _guess(1e6 / rate / 3600 * price, "$", "cost")
+    return ""
+
+
+def _guess(value: float, unit: str, formula: str) -> Quantity:
+    """A value from efficiencies that nobody fitted for this class."""
+    return Quantity(value, unit, "assumed", formula, value, value, ("UNCALIBRATED",)).spread(PRIOR_SPREAD)
+
+
+def step_seconds(side: Side, ask: Ask, batch: int) -> float:
+    """Seconds of a decode step of so many requests."""
+    point = Point(batch=batch, context=max(1.0, ask.load.resident))
+    return decode_step(side.model, side.hardware, side.layout, point).tpot
+
+
+def largest_batch(side: Side, ask: Ask, most: int) -> int:
+    """The most requests, up to `most`, with which a token takes no longer than the SLO; 0 if one takes longer. A step
+    never gets faster with more of them, so it is halved."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if step_seconds(side, ask, middle) <= ask.slo else (low, middle)
+    return low
+
+
+def ratio(value: Quantity | None, first: Quantity | None) -> float | None:
+    """A value over the first column's; None where one is missing or the first is not above zero."""
+    if value is None or first is None or first.value <= 0:
+        return None
+    return value.value / first.value
