@@ -32,6 +32,9 @@ PLANS: dict[str, list[str]] = {
     "memory": ["memory", "v3", "--hw", "h100", "-n", "16", "--batch", "64"],
     "memory that does not fit": ["memory", "v3", "--hw", "h100", "--mtp"],
     "limits": ["limits", "r1", "--hw", "b200-paper", "-n", "32", "--context", "2048", "--context", "8192"],
+    "net": ["net", "v3", "--hw", "h100", "-n", "32"],
+    "imbalance": ["imbalance", "v3", "--hw", "h100", "-n", "32", "--skew", "zipf:0.6"],
+    "pods": ["pods", "v3", "--hw", "b200-paper", "-n", "64", "--requests", "81", "--context", "2048", "--zipf", "0.6"],
     "compare": ["compare", "v3@dense", "v3", "llama-3.1-405b", "--hw", "b200", "-n", "32", "--price", "3"],
     "compare with one that is too large": ["compare", "v3", "v3@n=32", "--hw", "h100", "-n", "2"],
 }
@@ -116,16 +119,16 @@ def test_a_config_that_lacks_fields_names_them(tmp_path: Path, capsys: pytest.Ca
     assert "required field num_hidden_layers is missing" in fails(capsys, "memory", str(tmp_path), "--hw", "h100")
 
 
-def test_planning_answers_in_time_without_torch_engine_or_kernels() -> None:
+def test_planning_imports_no_torch_engine_or_kernels() -> None:
     """No timing is asserted: what takes seconds to import is not there."""
     heavy = {"torch", "rich", "matplotlib", "coterie.engine", "coterie.kernels", "coterie.server", "coterie.model"}
-    for arguments in PLANS.values():
-        code = (
-            f"import sys; from coterie.cli.main import run; status = run(['plan', *{arguments!r}]);"
-            f"sys.exit(status or ' '.join(sorted({heavy!r} & set(sys.modules))) or None)"
-        )
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-        assert result.returncode == 0, result.stderr
+    code = (
+        "import sys; from coterie.cli.main import run;"
+        f"status = max(run(['plan', *each]) for each in {[*PLANS.values()]!r});"
+        f"sys.exit(status or ' '.join(sorted({heavy!r} & set(sys.modules))) or None)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_an_unknown_command_lists_the_possible_ones(capsys: pytest.CaptureFixture[str]) -> None:

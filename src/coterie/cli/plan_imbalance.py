@@ -78,7 +78,8 @@ def _json(asked: Asked, text: str, placement: str, extra: int, found: Imbalance)
     values = layers * 3 * asked.model.hidden_size * moe.intermediate_size * extra / asked.layout.ep
     reach = 1.2816 * found.error
     return {
-        "skew": text, "source": found.source, "placement": placement, "redundant": extra,
+        "skew": text, "source": found.source, "placement": placement,
+        "asked": {"redundant": extra},
         "copies_bytes_per_rank": sure(values * WEIGHT_BYTES[asked.layout.weights], "B", "weights"),
         "expert": sure(found.expert, "ratio", "gamma-expert", kind),
         "expert_p95": sure(found.expert_p95, "ratio", "gamma-expert", kind),

@@ -97,7 +97,8 @@ def pods(
 
 def _row(placement: str, contest: Contest, sides: list[tuple[Side, Side]]) -> dict[str, Any]:
     return {
-        "placement": placement, "requests": contest.requests, "context": contest.context,
+        "asked": {"requests": contest.requests, "context": contest.context},
+        "placement": placement,
         "ratio": [sure(group.seconds / one.seconds, "ratio", "pods", "assumed") for group, one in sides],
         "group_seconds": [sure(group.seconds, "s", "step", "assumed") for group, _ in sides],
         "pod_seconds": [sure(one.seconds, "s", "step", "assumed") for _, one in sides],
