@@ -80,7 +80,7 @@ def side(text: str, values: dict[str, Any]) -> Side:
         hardware = replace(hardware, memory_gb=values["memory_gb"])
     devices = own.pop("n", values["devices"])
     wishes = {name: values[name] for name in ("tp", "dp", "ep", "redundant", "weights", "attention", "kv", "mtp")}
-    given = {name: None if value == "auto" else value for name, value in {**wishes, **own}.items()}
+    given: dict[str, Any] = {name: None if value == "auto" else value for name, value in {**wishes, **own}.items()}
     return Side(found, spec, hardware, choose(spec, hardware, devices, Wish(**given)))
 
 
