@@ -62,6 +62,8 @@ def test_imbalance_ranks_placements_and_reads_the_users_counts(
     order, shuffled, balanced, copied = (row["rank"]["value"] for row in found["rows"])
     assert order > shuffled > balanced > copied >= 1
     assert found["rows"][1]["rank"]["p10"] < shuffled < found["rows"][1]["rank"]["p90"]
+    steps = [row["step"]["value"] for row in found["rows"]]
+    assert steps[0] > steps[1] > steps[2] > steps[3] > 0
     path = tmp_path / "counts.csv"
     path.write_text("\n".join(",".join(str(1000 if expert < 64 else 100) for expert in range(256)) for _ in range(3)))
     rows = answer(capsys, "imbalance", *PAPER, "-n", "32", "--skew", str(path))["rows"]
