@@ -69,6 +69,26 @@ def test_every_number_of_json_says_how_far_to_trust_it(name: str, capsys: pytest
     assert not list(bare_numbers(document))
 
 
+def formulas(value: object) -> Iterator[str]:
+    """Ids of all quantities of a document."""
+    if isinstance(value, dict):
+        if set(value) >= QUANTITY:
+            yield value["formula"]
+        for item in value.values():
+            yield from formulas(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from formulas(item)
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name.split()[0] in ("memory", "limits", "compare")])
+def test_every_formula_stands_in_the_docs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert run(["plan", *PLANS[name], "--json"]) == 0
+    found = set(formulas(json.loads(capsys.readouterr().out)))
+    assert found and not [each for each in found if f"`{each}`" not in page]
+
+
 def test_a_bare_number_is_seen() -> None:
     assert list(bare_numbers({"asked": {"n": 3}, "a": [{"b": 1}], "fits": True})) == [".a[0].b"]
 
