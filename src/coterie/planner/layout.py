@@ -78,9 +78,9 @@ class Layout:
         latent = any(layer.attention.kind == "mla" for layer, _ in model.layer_kinds)
         if latent and 1 < self.tp < self.ep and self.dp > 1:
             raise SpecError(
-                f"tp {self.tp} x dp {self.dp} with ep {self.ep}: tp does not cut MLA's cache, so each request would "
-                f"lie on {self.tp} ranks and each row be sent from all of them; valid for {self.devices} devices are "
-                f"tp 1 x dp {self.devices}, tp {self.devices} x dp 1, or ep of at most {self.tp}"
+                f"tp {self.tp} x dp {self.dp} with ep {self.ep}: tp does not cut MLA's cache, so every request's would "
+                f"lie on {self.tp} ranks; valid for {self.devices} devices are tp 1 x dp {self.devices}, "
+                f"tp {self.devices} x dp 1, or ep of at most {self.tp}"
             )
         for _, moe in model.moe_layers():
             if (moe.num_experts + self.redundant) % self.ep:
