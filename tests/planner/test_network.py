@@ -12,6 +12,7 @@ from coterie.planner.network import (
     Exchange,
     Link,
     all_to_all,
+    busiest_pair,
     circuit_hops,
     distinct,
     ranks_per_domain,
@@ -118,6 +119,22 @@ def test_a_mesh_uses_its_links_to_the_ranks_that_take_part() -> None:
     for ranks in (2, 4, 8):
         seconds = all_to_all(replace(V3, ranks=ranks), mi300, Link(alpha=0)).dispatch
         assert seconds == pytest.approx(per_peer * 8 / ranks / 64e9)
+
+
+@pytest.mark.parametrize("ranks, tokens", [(8, 128), (8, 1024), (16, 256)])
+def test_the_busiest_pair_against_monte_carlo(ranks: int, tokens: int) -> None:
+    rng, busiest = np.random.default_rng(ranks), []
+    for _ in range(12):
+        chosen = np.argpartition(rng.random((ranks * tokens, 64)), 8, 1)[:, :8] // (64 // ranks)
+        source = np.repeat(np.arange(ranks), tokens * 8)
+        rows = np.bincount(source * ranks + chosen.ravel(), minlength=ranks * ranks).reshape(ranks, ranks)
+        busiest.append(rows[~np.eye(ranks, dtype=bool)].max() / (tokens * 8 / ranks))
+    sent = Exchange(tokens_per_rank=tokens, hidden=1, top_k=8, ranks=ranks, experts=64)
+    assert busiest_pair(sent) == pytest.approx(np.mean(busiest), abs=0.05)
+    assert busiest_pair(replace(sent, gamma=3.0)) > 3
+    mesh = replace(B200, topology="mesh", domain=ranks)
+    noisy = all_to_all(replace(sent, gamma_pair=1.5), mesh, Link(alpha=0)).dispatch
+    assert noisy == pytest.approx(1.5 * all_to_all(sent, mesh, Link(alpha=0)).dispatch)
 
 
 def test_a_row_once_per_node_saves_bytes_of_the_network() -> None:

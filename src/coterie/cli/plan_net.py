@@ -11,7 +11,7 @@ from coterie.cli.plan_options import Asked, plan_options
 from coterie.cli.plan_output import number, show_json, table
 from coterie.planner.cost import prior
 from coterie.planner.imbalance import gamma
-from coterie.planner.network import FORMS, FP8_ROW, PAPER, Exchange, Form, Link
+from coterie.planner.network import FORMS, FP8_ROW, PAPER, Exchange, Form, Link, busiest_pair
 from coterie.planner.quantity import Kind, sure
 from coterie.planner.skew import FORMS as SKEWS
 from coterie.planner.skew import Skew
@@ -66,6 +66,8 @@ def net(
     sent = replace(
         Exchange.of(asked.model, tokens, ranks, form=form), gamma=max(found.rank, 1.0), bytes_out=BYTES[dispatch]
     )  # fmt: skip
+    nodes = found.node(ranks // ranks_per_domain(ranks, asked.hardware))
+    sent = replace(sent, gamma_pair=busiest_pair(sent), gamma_node=max(nodes, 1.0))
     expected = prior(asked.hardware).links()
     if alpha_us is not None:
         expected = replace(expected, alpha=alpha_us / 1e6, net_alpha=alpha_us / 1e6)

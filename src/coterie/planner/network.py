@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Literal
 
 from coterie.spec.errors import SpecError
@@ -30,7 +31,8 @@ class Exchange:
     """What one MoE layer sends: `tokens_per_rank` rows of `hidden` values from each rank to `top_k` experts.
 
     bytes_out, bytes_back: of a value in dispatch and combine. gamma: rows of the busiest rank over the mean (receives
-    in dispatch, sends in combine); gamma_node the same for nodes, 0 for gamma's. experts: in the layer, 0 to draw with
+    in dispatch, sends in combine); gamma_node and gamma_pair the same for nodes (form "node") and for pairs of ranks (a
+    direct mesh waits for the busiest, `busiest_pair`), 0 for gamma's. experts: in the layer, 0 to draw with
     replacement. groups, kept_groups: group-limited routing. reduced: forms "rank" and "node" return one sum for each
     row that was sent, not one row per expert. Raises SpecError for sizes that cannot be.
     """
@@ -43,6 +45,7 @@ class Exchange:
     bytes_back: float = 2.0
     gamma: float = 1.0
     gamma_node: float = 0.0
+    gamma_pair: float = 0.0
     experts: int = 0
     groups: int = 1
     kept_groups: int = 1
@@ -236,7 +239,8 @@ def _volumes(exchange: Exchange, per_node: int, value_bytes: float, *, copies: b
 def _seconds(
     exchange: Exchange, hw: HardwareSpec, link: Link, per_node: int, volume: _Volume
 ) -> tuple[float, Literal["scale-up", "network"]]:
-    up = _up_seconds(volume.up, exchange.gamma, per_node, hw, link) if per_node > 1 else 0.0
+    pairs = exchange.gamma_pair if hw.topology == "mesh" else 0.0
+    up = _up_seconds(volume.up, pairs or exchange.gamma, per_node, hw, link) if per_node > 1 else 0.0
     up_alpha = link.alpha if per_node > 1 else 0.0
     if per_node == exchange.ranks:
         return up_alpha + up, "scale-up"
@@ -277,6 +281,21 @@ def _up_seconds(volume: float, gamma: float, ranks: int, hw: HardwareSpec, link:
     sides = torus_sides(ranks, 2 if hw.topology == "torus2d" else 3)
     dimensions = 2 if hw.topology == "torus2d" else 3
     return torus_load(sides, gamma) * volume * ranks / (ranks - 1) / (rate / (2 * dimensions))
+
+
+def busiest_pair(exchange: Exchange) -> float:
+    """Rows of the busiest pair of ranks over the mean: chance (a Poisson count's normal limit and the expected largest
+    of so many, by Blom's plotting position), among all pairs or among those of the busiest rank."""
+    ranks = exchange.ranks
+    if ranks < 2:
+        return 1.0
+    each = exchange.top_k if exchange.form == "copies" else exchange.distinct(ranks)
+    mean = max(exchange.tokens_per_rank * each / ranks, 1e-9)
+    tops = [(1.0, ranks * (ranks - 1)), (exchange.gamma, ranks - 1)]
+    heights = [NormalDist().inv_cdf((number - 0.375) / (number + 0.25)) for _, number in tops]
+    return max(
+        gamma + max(height, 0.0) * math.sqrt(gamma / mean) for (gamma, _), height in zip(tops, heights, strict=True)
+    )
 
 
 def torus_sides(ranks: int, dimensions: int) -> tuple[int, ...]:
