@@ -11,7 +11,7 @@ from coterie.cli.plan_options import Asked, plan_options
 from coterie.cli.plan_output import number, show_json, table
 from coterie.planner.cost import prior
 from coterie.planner.imbalance import gamma
-from coterie.planner.network import FORMS, FP8_ROW, PAPER, Exchange, Form, Link, busiest_pair
+from coterie.planner.network import FORMS, FP8_ROW, PAPER, Exchange, Form, busiest_pair, ranks_per_domain
 from coterie.planner.quantity import Kind, sure
 from coterie.planner.skew import FORMS as SKEWS
 from coterie.planner.skew import Skew
@@ -78,7 +78,7 @@ def net(
     if asked.as_json:
         question = asked.question(tokens=tokens, skew=skew, placement=placement, dispatch=dispatch, form=form)
         gammas = {"gamma": sure(found.rank, "ratio", "gamma-rank", "assumed")}
-        links = [_json(one, other, expected, "derived" if given else "assumed")
+        links = [_json(one, other, "derived" if given else "assumed")
                  for one, other in zip(ideal, soft, strict=True)]  # fmt: skip
         show_json({"asked": question, **gammas, "ways": links})
         return
@@ -109,7 +109,7 @@ def _row(ideal: Way, soft: Way) -> list[str]:
     return [name, TIMES[ideal.form], *cells, *times]
 
 
-def _json(ideal: Way, soft: Way, link: Link, kind: Kind) -> dict[str, Any]:
+def _json(ideal: Way, soft: Way, kind: Kind) -> dict[str, Any]:
     answer: dict[str, Any] = {"links": ideal.name, "form": ideal.form, "as_the_device_is": ideal.own}
     if ideal.transfer is None or soft.transfer is None:
         return answer | {"refused": ideal.why}
