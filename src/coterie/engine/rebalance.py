@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.comm.exchange import Exchange
-from coterie.comm.transport import Int64, Transport, TransportError
+from coterie.comm.transport import Aborted, Int64, Transport, TransportError
 from coterie.kernels import _native
 from coterie.kernels.api import Kernels
 from coterie.kernels.native import NativeKernels
@@ -285,7 +285,8 @@ class Mover:
             except Exception as error:
                 if not attempt.over:
                     attempt.error = f"moving experts failed: {type(error).__name__}: {error}"
-                    _log.warning("%s", attempt.error)  # at once: ranks that are idle take no step that would tell
+                    if not isinstance(error, Aborted):  # which is the end of a generation
+                        _log.warning("%s", attempt.error)  # at once: idle ranks take no step that would tell
 
     def _cycle(self, attempt: Attempt, window: Int64, before: ExpertPlacement) -> None:
         group = self._group(attempt)
