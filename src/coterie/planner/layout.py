@@ -8,6 +8,7 @@ Not here: bytes (`memory`), times (`cost`, `network`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,6 +16,7 @@ from typing import Literal
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import Fp8BlockQuant, ModelSpec, MoESpec
+from coterie.spec.stored import StoredScheme
 
 WeightName = Literal["bf16", "fp8", "fp4", "int8", "int4"]
 CacheName = Literal["bf16", "fp8", "fp8-scaled", "int8"]
@@ -137,6 +139,7 @@ def choose(model: ModelSpec, hardware: HardwareSpec, devices: int, wish: Wish = 
     if tp is None:
         tp = max(1, devices // dp) if dp is not None else _widest_tp(model, devices, hardware.domain)
     dp = max(1, devices // tp) if dp is None else dp
+    stored, projections = stored_formats(model)
     experts = max((moe.num_experts for _, moe in model.moe_layers()), default=1)
     ep = max(each for each in divisors(devices) if each <= experts) if wish.ep is None else wish.ep
     layout = Layout(
@@ -145,8 +148,8 @@ def choose(model: ModelSpec, hardware: HardwareSpec, devices: int, wish: Wish = 
         dp=dp,
         ep=ep,
         redundant=(-experts % ep if any(model.moe_layers()) else 0) if wish.redundant is None else wish.redundant,
-        weights=wish.weights or stored_weights(model),
-        attention=wish.attention,
+        weights=wish.weights or stored,
+        attention=wish.attention or (None if wish.weights else projections),
         kv=wish.kv,
         mtp=wish.mtp,
     )
@@ -154,9 +157,36 @@ def choose(model: ModelSpec, hardware: HardwareSpec, devices: int, wish: Wish = 
     return layout
 
 
-def stored_weights(model: ModelSpec) -> WeightName:
-    """The format that the checkpoint holds: fp8 in blocks, else bf16."""
-    return "fp8" if isinstance(model.quantization, Fp8BlockQuant) else "bf16"
+def stored_formats(model: ModelSpec) -> tuple[WeightName, WeightName | None]:
+    """(format of feed-forwards, format of attention) that a checkpoint holds; None: the same. Both bf16 if it is not
+    quantised."""
+    quant = model.quantization
+    if quant is None:
+        return "bf16", None
+    if isinstance(quant, Fp8BlockQuant):
+        return "fp8", None
+    layer = f"model.layers.{len(model.layers) - 1}"
+    names = ("mlp.experts.0.up_proj", "block_sparse_moe.experts.0.w1", "mlp.up_proj")
+    feed = quant.scheme_of(*(f"{layer}.{name}" for name in names))
+    attention = quant.scheme_of(f"{layer}.self_attn.o_proj")
+    weights = _format(feed)
+    return weights, None if _format(attention) == weights else _format(attention)
+
+
+def _format(scheme: StoredScheme | None) -> WeightName:
+    if scheme is None:
+        return "bf16"
+    if scheme.layout == "fp8":
+        return "fp8"
+    if scheme.layout in ("mxfp4", "nvfp4"):
+        return "fp4"
+    return "int4" if scheme.bits <= 4 else "int8"
+
+
+def nearest_format(bytes_per_value: float) -> WeightName:
+    """The integer format, or bf16, whose size is nearest by ratio: for files with mixed or other formats."""
+    known: tuple[WeightName, ...] = ("bf16", "int8", "int4")
+    return min(known, key=lambda name: abs(math.log(WEIGHT_BYTES[name] / bytes_per_value)))
 
 
 def _widest_tp(model: ModelSpec, devices: int, domain: int) -> int:

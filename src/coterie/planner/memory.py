@@ -16,6 +16,7 @@ from coterie.spec.counts import WeightCounts
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
+from coterie.spec.weights import PANEL, MatrixSpec, QuantPlan
 
 GIB = float(1 << 30)
 MAX_TOKENS = 100_000_000
@@ -93,7 +94,7 @@ def budget(model: ModelSpec, hw: HardwareSpec, layout: Layout, load: Load = DEFA
     capacity = sure(hw.memory_bytes, "B", "device-memory", "exact")
     reserve = sure((1 - load.utilisation) * hw.memory_bytes, "B", "reserve", "assumed")
     fixed = (
-        *weight_items(model, layout),
+        *weight_items(model, layout, hw),
         ("activations", activations(model, hw, layout, load)),
         ("context and graphs", context(hw)),
         ("reserve", reserve),
@@ -131,12 +132,13 @@ def _cache(load: Load, layout: Layout, kv_token: Quantity) -> Quantity | None:
     return sure(-(-load.batch // layout.dp) * load.resident * kv_token.value, "B", "kv-bytes", "derived")
 
 
-def weight_items(model: ModelSpec, layout: Layout) -> tuple[tuple[str, Quantity], ...]:
+def weight_items(model: ModelSpec, layout: Layout, hw: HardwareSpec | None = None) -> tuple[tuple[str, Quantity], ...]:
     """(name, bytes of a rank) of every kind of weight that the model has. Norms, routers, embedding and head have 16
     bits; a format with scales makes an item derived, as short blocks round up."""
     plain = ("bf16", 2.0)
-    weights = _format(layout.weights)
-    attention = _format(layout.attention or layout.weights)
+    weights = layout.weights, value_bytes(layout.weights, hw)
+    other = layout.attention or layout.weights
+    attention = other, value_bytes(other, hw)
     share = shares(model, layout)
     counts = model.counts
     rows: list[tuple[str, float, tuple[str, float]]] = [
@@ -196,8 +198,13 @@ def _mtp(model: ModelSpec, layout: Layout, share: Shares, weights: float, attent
     return sure(total, "B", "weight-bytes", "exact" if layout.weights == "bf16" and attention == 2.0 else "derived")
 
 
-def _format(name: WeightName) -> tuple[str, float]:
-    return name, WEIGHT_BYTES[name]
+def value_bytes(name: WeightName, hw: HardwareSpec | None = None) -> float:
+    """Bytes of a value with its scales; on a CPU those of this engine's packed panels."""
+    form = None if hw is None or hw.kind != "cpu" or name == "fp4" else QuantPlan().format(name)
+    if form is None:
+        return WEIGHT_BYTES[name]
+    panel = MatrixSpec(PANEL, 4096, form)
+    return panel.nbytes / (panel.rows * panel.cols)
 
 
 def _bytes(values: float, width: float) -> Quantity:
