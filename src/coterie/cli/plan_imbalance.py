@@ -112,12 +112,12 @@ def _json(asked: Asked, row: Row) -> dict[str, Any]:
     return {
         "skew": text, "source": found.source, "placement": row.placement,
         "asked": {"redundant": extra},
-        "copies_bytes_per_rank": sure(values * WEIGHT_BYTES[asked.layout.weights], "B", "weights"),
+        "copies_bytes_per_rank": sure(values * WEIGHT_BYTES[asked.layout.weights], "B", "weight-bytes"),
         "expert": sure(found.expert, "ratio", "gamma-expert", kind),
         "expert_p95": sure(found.expert_p95, "ratio", "gamma-expert", kind),
         "rank": Quantity(found.rank, "ratio", kind, "gamma-rank", found.rank - reach, found.rank + reach),
         "rank_p95": sure(found.rank_p95, "ratio", "gamma-rank", kind),
         "rank_equal_parts": sure(found.rank_even, "ratio", "gamma-rank", kind),
         "hit": sure(found.hit, "share", "hit", kind),
-        "step": sure(row.step, "s", "step", "assumed"),
+        "step": sure(row.step, "s", "decode-step", "assumed"),
     }  # fmt: skip

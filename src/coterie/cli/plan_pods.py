@@ -100,8 +100,8 @@ def _row(placement: str, contest: Contest, sides: list[tuple[Side, Side]]) -> di
         "asked": {"requests": contest.requests, "context": contest.context},
         "placement": placement,
         "ratio": [sure(group.seconds / one.seconds, "ratio", "pods", "assumed") for group, one in sides],
-        "group_seconds": [sure(group.seconds, "s", "step", "assumed") for group, _ in sides],
-        "pod_seconds": [sure(one.seconds, "s", "step", "assumed") for _, one in sides],
+        "group_seconds": [sure(group.seconds, "s", "decode-step", "assumed") for group, _ in sides],
+        "pod_seconds": [sure(one.seconds, "s", "decode-step", "assumed") for _, one in sides],
         "group_gamma": [sure(group.gamma, "ratio", "gamma-rank", "assumed") for group, _ in sides],
         "pod_gamma": [sure(one.gamma, "ratio", "gamma-rank", "assumed") for _, one in sides],
     }  # fmt: skip
