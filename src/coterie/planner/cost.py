@@ -8,16 +8,14 @@ published measurements, `coterie plan calibrate` measures them on one machine. S
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from coterie.planner.layout import Layout
+from coterie.planner.measured import Bound, Measured, constant_seconds, measured_seconds, resident_bytes
 from coterie.planner.network import Link, all_to_all
 from coterie.planner.ops import Op, Point, step_ops
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
-
-Bound = Literal["memory", "compute", "network", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +23,8 @@ class Efficiency:
     """What software makes of a device. Shares of its rates: `eta_m` of reading memory, `eta_p` of products, `eta_a` of
     attention's products, `eta_e` of reading routed experts (0: eta_m; they are many short reads). `layer_seconds` of
     every layer and `step_seconds` of every step come on top. Exchanges: `alpha` seconds each way, `beta` share of the
-    links' bandwidth; `link` instead of both where more is known. absorbed: prompts use absorbed attention too."""
+    links' bandwidth; `link` instead of both where more is known. absorbed: prompts use absorbed attention too.
+    measured: our engine's kernels on this machine, which replace the shares and constants above."""
 
     eta_m: float = 0.85
     eta_p: float = 0.45
@@ -37,6 +36,7 @@ class Efficiency:
     beta: float = 0.8
     link: Link | None = None
     absorbed: bool = False
+    measured: Measured | None = None
 
     def links(self) -> Link:
         """What exchanges make of the links."""
@@ -129,7 +129,8 @@ def price(
 ) -> StepCost:
     """Seconds of operations. With `overlap` they are those of one of two micro-batches: a layer then takes the longer
     of both computations and of one computation with its exchange, max(2c, c + m)."""
-    costs = [(op, *seconds_of(op, hw, eff)) for op in ops]
+    around = resident_bytes(ops)
+    costs = [(op, *seconds_of(op, hw, eff, around)) for op in ops]
     times = 2.0 if overlap else 1.0
     lines: dict[tuple[str, Bound], float] = {}
     computing: dict[int, float] = {}
@@ -143,18 +144,28 @@ def price(
             shown = max(0.0, seconds - computing[op.layer] - eff.layer_seconds) if overlap else seconds
             name = f"{op.name}, not hidden" if overlap else op.name
             lines[name, "network"] = lines.get((name, "network"), 0.0) + shown * op.times
+    each, step = constants_of(ops, eff)
+    lines["layer constant", "constant"] = times * each
+    lines["step constant", "constant"] = step
+    return StepCost(tuple(OpCost(name, seconds, bound) for (name, bound), seconds in lines.items() if seconds), tokens)
+
+
+def constants_of(ops: tuple[Op, ...], eff: Efficiency) -> tuple[float, float]:
+    """Seconds of all layers and of the step that no operation accounts for."""
+    if eff.measured is not None:
+        return constant_seconds(ops, eff.measured.constants)
     layers = {op.layer: op.times for op in ops if op.layer >= 0}
-    lines["layer constant", "constant"] = times * eff.layer_seconds * sum(layers.values())
-    lines["step constant", "constant"] = eff.step_seconds
-    return StepCost(tuple(OpCost(name, seconds, bound) for (name, bound), seconds in lines.items()), tokens)
+    return eff.layer_seconds * sum(layers.values()), eff.step_seconds
 
 
-def seconds_of(op: Op, hw: HardwareSpec, eff: Efficiency) -> tuple[float, Bound]:
-    """Seconds of one operation in one layer, and what they are made of."""
+def seconds_of(op: Op, hw: HardwareSpec, eff: Efficiency, around: float = 0.0) -> tuple[float, Bound]:
+    """Seconds of one operation in one layer, and what they are made of. `around`: bytes that steps go round in."""
     if op.kind == "exchange":
         return exchange_seconds(op, hw, eff), "network"
     if op.kind == "reduce":
         return reduce_seconds(op, hw, eff), "network"
+    if eff.measured is not None:
+        return measured_seconds(op, hw, eff.measured, around)
     share = eff.eta_a if op.kind == "attention" else eff.eta_p
     compute = op.operations / (hw.rate(op.bits) * share)
     reading = eff.eta_e or eff.eta_m if op.name == "routed experts" else eff.eta_m

@@ -20,9 +20,11 @@ from coterie.spec.counts import attention_counts
 from coterie.spec.errors import SpecError
 from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
-OpKind = Literal["product", "attention", "exchange", "reduce"]
+OpKind = Literal["product", "attention", "values", "exchange", "reduce"]
 ACTIVATION_BYTES = 2.0
 """Bytes of an activation that travels."""
+PASSES = 4
+"""Times that norms and residual sums of a layer pass a row; each chosen expert adds a copy in and a sum out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +66,9 @@ class Point:
 class Op:
     """One operation of a layer, or of a step. `times`: layers that do it; `layer`: kind of layer it belongs to, -1 for
     once a step. operations: two a multiply-add; nbytes: read from memory; rows: that share each matrix; both of one
-    layer on the busiest device. form: format of the weights. message: what an exchange carries; for a reduce, nbytes
-    are those of its vector and ranks its partners."""
+    layer on the busiest device. form: format of the weights, or the kind of attention. unit: values of one matrix,
+    width of a key, or values that norms, sums and copies pass. held: bytes of all matrices of a layer on the device, 0
+    for nbytes. message: what an exchange carries; for a reduce, nbytes are its vector's and ranks its partners."""
 
     name: str
     kind: OpKind
@@ -75,7 +78,9 @@ class Op:
     bits: int = 16
     nbytes: float = 0.0
     rows: float = 0.0
-    form: WeightName = "bf16"
+    form: WeightName | Literal["mla", "gqa"] = "bf16"
+    unit: float = 0.0
+    held: float = 0.0
     message: Exchange | None = None
     ranks: int = 1
 
@@ -142,6 +147,8 @@ def layer_ops(
     if layout.tp > 1:
         yield reduce_op("all-reduce of attention", number, times, batch.rows * hidden, layout.tp)
     ffn = layer.ffn
+    passes = PASSES + (2 * ffn.top_k if isinstance(ffn, MoESpec) else 0)
+    yield Op(name="norms and copies", kind="values", layer=number, times=times, unit=batch.rows * hidden * passes)
     if isinstance(ffn, MoESpec):
         yield from moe_ops(model, ffn, layout, batch, place)
         return
@@ -155,7 +162,7 @@ def product(name: str, layer: int, times: float, values: float, rows: float, for
     """`rows` rows by matrices of so many values, all read once."""
     return Op(
         name=name, kind="product", layer=layer, times=times, operations=2 * rows * values, bits=WEIGHT_BITS[form],
-        nbytes=values * WEIGHT_BYTES[form], rows=rows, form=form,
+        nbytes=values * WEIGHT_BYTES[form], rows=rows, form=form, unit=values,
     )  # fmt: skip
 
 
@@ -179,11 +186,12 @@ def attention_ops(spec: AttentionSpec, layout: Layout, batch: Batch, *, absorbed
     heads = spec.num_heads / layout.tp
     narrow = 2 * heads * (spec.qk_head_dim + spec.v_head_dim)
     wide = 2 * heads * (spec.latent_width + spec.kv_lora_rank) if spec.kind == "mla" else narrow
+    width = spec.latent_width if spec.kind == "mla" else spec.qk_head_dim
     if batch.decode is not None:
         requests, length = requests_per_group(batch.decode, layout), batch.decode.context
         pairs = requests * (1 + batch.decode.draft) * length
         yield Op(name="attention of streams", kind="attention", layer=0, times=1, operations=wide * pairs,
-                 nbytes=requests * length * row, rows=requests)  # fmt: skip
+                 nbytes=requests * length * row, rows=1 + batch.decode.draft, form=spec.kind, unit=width)  # fmt: skip
     if batch.prefill is not None:
         new, past = batch.prefill.context, batch.prefill.past
         requests = requests_per_group(batch.prefill, layout)
@@ -192,7 +200,7 @@ def attention_ops(spec: AttentionSpec, layout: Layout, batch: Batch, *, absorbed
         if spec.kind == "mla" and not absorbed:  # keys and values of what is cached are rebuilt
             operations += 2 * requests * past * spec.kv_lora_rank * heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         yield Op(name="attention of prompts", kind="attention", layer=0, times=1, operations=operations,
-                 nbytes=requests * (past + new) * row, rows=requests * new)  # fmt: skip
+                 nbytes=requests * (past + new) * row, rows=new, form=spec.kind, unit=width)  # fmt: skip
 
 
 # Feed-forward
@@ -210,7 +218,8 @@ def moe_ops(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place:
     hit = expected_hit(ffn, layout, batch.tokens) if batch.hit is None else batch.hit
     yield Op(
         name="routed experts", kind="product", layer=number, times=times, operations=2 * rows * values,
-        bits=WEIGHT_BITS[form], nbytes=hit * values * WEIGHT_BYTES[form], rows=rows / hit, form=form,
+        bits=WEIGHT_BITS[form], nbytes=hit * values * WEIGHT_BYTES[form], rows=rows / hit, form=form, unit=values,
+        held=(ffn.num_experts + layout.redundant) / layout.ep * values * WEIGHT_BYTES[form],
     )  # fmt: skip
     if ffn.shared_intermediate_size:
         shared = ffn.counts(hidden).shared / layout.tp

@@ -1,0 +1,116 @@
+"""Small steps: seconds of the engine's own steps on models too small to matter, for the constants of `plan calibrate`.
+
+The models are made up (a few narrow layers, dummy weights), so what their steps take is mostly what every step and
+layer takes: calls, scheduling, sampling, norms. Decode with some streams, prefill of a prompt. No limits are read here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coterie.engine.build import build_engine, open_model
+from coterie.engine.config import EngineConfig
+from coterie.engine.core import EngineCore
+from coterie.engine.messages import Add, SamplingParams
+from coterie.spec.errors import CoterieError
+from coterie.spec.model import ModelSpec
+
+VOCAB = 512
+CONTEXT = 96
+STREAMS = (1, 4, 16)
+PROMPTS = (32, 512)
+STEPS = 24
+SIZES = ((2, 2), (8, 8), (8, 1))
+"""(layers, dense ones among them) of the made-up models, for each width."""
+WIDTHS = (128, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallStep:
+    """Fastest of some steps. decode: `batch` streams with about `context` tokens each; else one prompt of `context`."""
+
+    spec: ModelSpec
+    decode: bool
+    batch: int
+    context: float
+    seconds: float
+
+
+def tiny_config(width: int, layers: int, dense: int) -> dict[str, Any]:
+    """A DeepSeek-V2-like config.json."""
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": VOCAB,
+        "hidden_size": width, "intermediate_size": 2 * width, "moe_intermediate_size": width // 2,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": dense, "moe_layer_freq": 1,
+        "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 1.0, "q_lora_rank": None, "kv_lora_rank": 48, "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16, "v_head_dim": 24, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "rope_scaling": None, "max_position_embeddings": 2048, "tie_word_embeddings": False, "attention_bias": False,
+        "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def small_steps(threads: int | None = None) -> Iterator[SmallStep]:
+    """Measure every made-up model. Raises CoterieError if a step fails."""
+    for width in WIDTHS:
+        for layers, dense in SIZES:
+            yield from _model(tiny_config(width, layers, dense), threads)
+
+
+def _model(config: dict[str, Any], threads: int | None) -> Iterator[SmallStep]:
+    most = EngineConfig(
+        load_format="dummy", threads=threads, max_model_len=1024, kv_cache_tokens=1024 * max(STREAMS),
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    files = open_model(config)
+    core, _ = build_engine(files, most)
+    for length in PROMPTS:
+        yield SmallStep(files.spec, False, 1, length, min(_prompt(core, length, number) for number in range(4)))
+    for batch in STREAMS:
+        seconds = _streams(core, batch)
+        yield SmallStep(files.spec, True, batch, CONTEXT + STEPS / 2, seconds)
+
+
+def _prompt(core: EngineCore, length: int, number: int) -> float:
+    """Seconds of one prompt's step, to its first token."""
+    _add(core, f"prompt-{length}-{number}", length, 1)
+    begin = time.perf_counter()
+    _step(core)
+    seconds = time.perf_counter() - begin
+    while core.has_work:
+        _step(core)
+    return seconds
+
+
+def _streams(core: EngineCore, batch: int) -> float:
+    """Seconds of one decode step of so many streams, the lower quartile of some."""
+    for number in range(batch):
+        _add(core, f"stream-{batch}-{number}", CONTEXT, None)
+    for _ in range(batch + 2):
+        _step(core)
+    times = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        _step(core)
+        times.append(time.perf_counter() - begin)
+    core.abort_all()
+    while core.has_work:
+        core.step()
+    return float(np.quantile(times, 0.25))
+
+
+def _add(core: EngineCore, name: str, length: int, most: int | None) -> None:
+    prompt = np.random.default_rng(length).integers(2, VOCAB, length).tolist()
+    core.add(Add(name, prompt, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)))
+
+
+def _step(core: EngineCore) -> None:
+    for output in core.step():
+        if output.error is not None:
+            raise CoterieError(f"a step of the calibration failed: {output.error}")

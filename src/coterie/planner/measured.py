@@ -1,0 +1,127 @@
+"""Measured: one machine's rates and an engine's kernels on it, as `coterie plan calibrate` read them; their times.
+
+The physics is that of `cost` (the longer of products and bytes); what is measured is the share of that roofline that
+kernels reach, over the size of a matrix, the memory they go round in, and the rows that share a matrix. Shares are
+interpolated, not times: they are smooth where times are not. Constants of a step, a layer and a stream are fitted on
+models too small to matter. Not here: taking readings (they need the engine), the file (`machine_file`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from coterie.planner.ops import Op
+from coterie.spec.errors import SpecError
+from coterie.spec.hardware import HardwareSpec
+
+Bound = Literal["memory", "compute", "network", "constant"]
+INTEGER_FORMS = ("int8", "int4")
+"""Forms that our kernels multiply with int8 activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A kernel's share of its roofline. form: of weights, or the kind of attention; unit: values of one matrix (width
+    of a key); set_bytes: memory it goes round in; rows: that share a matrix (of one sequence)."""
+
+    form: str
+    unit: float
+    set_bytes: float
+    rows: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Seconds that no operation accounts for: of a step, each dense and each MoE layer, each stream of a step, and each
+    value of a row in a layer (norms, sums, copies)."""
+
+    step: float
+    dense_layer: float
+    moe_layer: float
+    stream: float
+    value: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """reads: (bytes gone round in, GB/s), ascending, the last one memory's."""
+
+    threads: int
+    isa: str
+    reads: tuple[tuple[float, float], ...]
+    shares: tuple[Share, ...]
+    constants: Constants
+
+    def read_rate(self, nbytes: float) -> float:
+        """Bytes a second when going round in so many bytes."""
+        points = [(math.log(size), math.log(rate * 1e9)) for size, rate in self.reads]
+        return math.exp(interpolate(points, math.log(max(1.0, nbytes))))
+
+    def share(self, op: Op, set_bytes: float) -> float:
+        """Interpolated share of an operation's roofline. Raises SpecError for a format that was not measured."""
+        grid = self._grid.get(op.form)
+        if grid is None:
+            known = ", ".join(sorted(self._grid))
+            raise SpecError(f"{op.form} was not measured on this machine; measured are {known}: calibrate again")
+        by_unit = []
+        for unit, sets in grid.items():
+            by_set = [(math.log(size), interpolate(rows, _log(op.rows))) for size, rows in sets.items()]
+            by_unit.append((math.log(unit), interpolate(by_set, _log(set_bytes))))
+        return math.exp(interpolate(by_unit, _log(op.unit)))
+
+    @cached_property
+    def _grid(self) -> dict[str, dict[float, dict[float, list[tuple[float, float]]]]]:
+        """(log rows, log share) by form, unit and set; units and sets ascending."""
+        found: dict[str, dict[float, dict[float, list[tuple[float, float]]]]] = {}
+        for each in sorted(self.shares, key=lambda each: (each.form, each.unit, each.set_bytes, each.rows)):
+            rows = found.setdefault(each.form, {}).setdefault(each.unit, {}).setdefault(each.set_bytes, [])
+            rows.append((math.log(each.rows), math.log(each.share)))
+        return found
+
+
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Straight lines through points of ascending x; the end values beyond them."""
+    if x <= points[0][0]:
+        return points[0][1]
+    if x >= points[-1][0]:
+        return points[-1][1]
+    place = bisect_right([known for known, _ in points], x)
+    (left, low), (right, high) = points[place - 1], points[place]
+    return low + (high - low) * (x - left) / (right - left)
+
+
+def _log(value: float) -> float:
+    """Logarithm of a size, 0 below one."""
+    return math.log(max(1.0, value))
+
+
+def measured_seconds(op: Op, hw: HardwareSpec, measured: Measured, set_bytes: float) -> tuple[float, Bound]:
+    """Seconds of one operation in one layer and what bounds it: roofline over share. `set_bytes`: `resident_bytes`."""
+    if op.kind == "values":
+        return op.unit * measured.constants.value, "memory"
+    integer = op.form in INTEGER_FORMS and hw.int8_tops > 0
+    compute = op.operations / ((hw.int8_tops if integer else hw.bf16_tops) * 1e12)
+    memory = op.nbytes / measured.read_rate(set_bytes)
+    seconds = max(compute, memory) / measured.share(op, set_bytes)
+    return seconds, "compute" if compute > memory else "memory"
+
+
+def resident_bytes(ops: Sequence[Op]) -> float:
+    """Memory that step after step goes round in: all weights held, chosen or not, and the cache that is read."""
+    return sum(max(op.held, op.nbytes) * op.times for op in ops)
+
+
+def constant_seconds(ops: Sequence[Op], constants: Constants) -> tuple[float, float]:
+    """(of all layers, of the step): MoE layers are those with a router, streams those with logits."""
+    layers = {op.layer: op.times for op in ops if op.layer >= 0}
+    routed = {op.layer for op in ops if op.name == "router"}
+    each = sum(times * (constants.moe_layer if layer in routed else constants.dense_layer)
+               for layer, times in layers.items())  # fmt: skip
+    streams = sum(op.rows for op in ops if op.name == "head")
+    return each, constants.step + streams * constants.stream
