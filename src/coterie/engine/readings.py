@@ -8,19 +8,23 @@ Not here: what planning makes of them (`planner/measured.py`), the engine's own 
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from coterie.engine.limits import array_bytes
 from coterie.engine.memory import available_memory
 from coterie.kernels import _native
 from coterie.kernels.batch import ForwardBatch
+from coterie.kernels.cgroup import group_folders, read_text
 from coterie.kernels.machine import machine
 from coterie.kernels.native import NativeKernels
 from coterie.spec.errors import CoterieError
@@ -75,7 +79,7 @@ class Reader:
         return statistics.median(self._device.probe("read", int(max(nbytes or self._array, READ_SETS[0])), 3))
 
     def peak(self, form: str) -> float:
-        """Operations a second of the widest unit of the kernels' level: for wide forms and attention, or for integers."""
+        """Operations a second of the unit of the kernels' level: for wide forms and attention, or for integers."""
         wide = form in ("f32", "bf16")
         tile = "amx_bf16" if wide else "amx_int8"
         use_tile = self.kernels.isa == "amx" and tile in _native.probe_kinds()
@@ -105,7 +109,7 @@ class Reader:
             counts = np.zeros(count, np.int64)
             counts[:used] = rows
             x = np.resize(values, (used * rows, hidden))
-            seconds = fastest(lambda x=x, counts=counts: self.kernels.experts(x, counts, *banks))
+            seconds = fastest(partial(self.kernels.experts, x, counts, *banks))
             yield Reading(
                 form=form, unit=3 * hidden * inner, set_bytes=count * unit, rows=rows, seconds=seconds,
                 nbytes=used * unit, operations=6 * used * rows * hidden * inner, read=read, peak=peak,
@@ -155,7 +159,7 @@ def disk_rate(folder: Path | None = None, nbytes: int = DISK_BYTES) -> float:
             return 0.0
         try:
             begin, total = time.perf_counter(), 0
-            while read := os.readv(handle, [buffer]):
+            while read := os.readv(handle, [memoryview(buffer)]):
                 total += read
         except OSError:
             return 0.0
@@ -172,6 +176,21 @@ def fastest(call: Callable[[], object], seconds: float = 0.03) -> float:
         call()
         best, count = min(best, time.perf_counter() - begin), count + 1
     return best
+
+
+def memory_limit(root: Path = Path("/")) -> int:
+    """Bytes that this process may have at most: the machine's memory, or what its control groups grant."""
+    names = {2: "memory.max", 1: "memory.limit_in_bytes"}
+    texts = [read_text(folder / names[version]) for version, folder in group_folders(root, "memory")]
+    limits = [int(text) for text in texts if text is not None and text.isdigit()]
+    return min([int(psutil.virtual_memory().total), *limits])
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """What the system calls the processor."""
+    lines = (read_text(root / "proc/cpuinfo") or "").splitlines()
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(found, "") or platform.machine()
 
 
 def check_room() -> None:

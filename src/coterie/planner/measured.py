@@ -11,9 +11,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Literal
+
+import numpy as np
 
 from coterie.planner.ops import Op
 from coterie.spec.errors import SpecError
@@ -101,6 +104,12 @@ def _log(value: float) -> float:
     return math.log(max(1.0, value))
 
 
+def share_of(reading: tuple[float, float, float], read: float, peak: float) -> float:
+    """Share of the roofline of a kernel that took `reading`'s seconds for its bytes and operations, at those rates."""
+    seconds, nbytes, operations = reading
+    return max(nbytes / read, operations / peak) / seconds
+
+
 def measured_seconds(op: Op, hw: HardwareSpec, measured: Measured, set_bytes: float) -> tuple[float, Bound]:
     """Seconds of one operation in one layer and what bounds it: roofline over share. `set_bytes`: `resident_bytes`."""
     if op.kind == "values":
@@ -125,3 +134,38 @@ def constant_seconds(ops: Sequence[Op], constants: Constants) -> tuple[float, fl
                for layer, times in layers.items())  # fmt: skip
     streams = sum(op.rows for op in ops if op.name == "head")
     return each, constants.step + streams * constants.stream
+
+
+NOTHING = Constants(step=0.0, dense_layer=0.0, moe_layer=0.0, stream=0.0, value=0.0)
+
+
+def fit_constants(steps: Sequence[tuple[Sequence[Op], float]], hw: HardwareSpec, measured: Measured) -> Constants:
+    """Constants of small steps (operations, seconds): what their operations do not account for, by least squares of
+    relative errors, none below 0 (all subsets are tried, as there are five)."""
+    bare = replace(measured, constants=NOTHING)
+    rows, left = [], []
+    for ops, seconds in steps:
+        around = resident_bytes(ops)
+        known = sum(op.times * measured_seconds(op, hw, bare, around)[0] for op in ops)
+        rows.append([effect(ops, replace(NOTHING, **{name: 1.0})) / seconds for name in NAMES])
+        left.append((seconds - known) / seconds)
+    matrix, target = np.array(rows), np.array(left)
+    scale = np.maximum(matrix.max(axis=0), 1e-30)
+    best, lowest = np.zeros(len(NAMES)), float((target**2).sum())
+    for size in range(1, len(NAMES) + 1):
+        for chosen in map(list, combinations(range(len(NAMES)), size)):
+            found = np.linalg.lstsq(matrix[:, chosen] / scale[chosen], target, rcond=None)[0]
+            error = float(((matrix[:, chosen] / scale[chosen] @ found - target) ** 2).sum())
+            if (found >= 0).all() and error < lowest:
+                best, lowest = np.zeros(len(NAMES)), error
+                best[chosen] = found / scale[chosen]
+    return Constants(**dict(zip(NAMES, map(float, best), strict=True)))
+
+
+NAMES = tuple(field.name for field in fields(Constants))
+
+
+def effect(ops: Sequence[Op], constants: Constants) -> float:
+    """Seconds that constants add to a step."""
+    values = sum(op.times * op.unit * constants.value for op in ops if op.kind == "values")
+    return values + sum(constant_seconds(ops, constants))
