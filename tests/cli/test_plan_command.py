@@ -33,6 +33,7 @@ PLANS: dict[str, list[str]] = {
     "memory": ["memory", "v3", "--hw", "h100", "-n", "16", "--batch", "64"],
     "memory that does not fit": ["memory", "v3", "--hw", "h100", "--mtp"],
     "limits": ["limits", "r1", "--hw", "b200-paper", "-n", "32", "--context", "2048", "--context", "8192"],
+    "step": ["step", "v3", "--hw", "h100", "-n", "16", "--batch", "64", "--skew", "zipf:0.6"],
     "net": ["net", "v3", "--hw", "h100", "-n", "32"],
     "imbalance": ["imbalance", "v3", "--hw", "h100", "-n", "32", "--skew", "zipf:0.6"],
     "pods": ["pods", "v3", "--hw", "b200-paper", "-n", "64", "--requests", "81", "--context", "2048", "--zipf", "0.6"],

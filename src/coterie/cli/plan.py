@@ -16,6 +16,8 @@ from coterie.cli.main import VerbGroup, debug_option
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "memory": ("coterie.cli.plan_memory:memory", "Show what a rank's memory holds and how many requests fit."),
     "limits": ("coterie.cli.plan_limits:limits", "Show the compute, capacity and latency limits of the batch."),
+    "step": ("coterie.cli.plan_step:step", "Show the time of a decode and a prefill step by operation."),
+    "calibrate": ("coterie.cli.plan_calibrate:calibrate", "Measure this machine and write a hardware file."),
     "compare": ("coterie.cli.plan_compare:compare", "Set models or layouts side by side."),
     "net": ("coterie.cli.plan_net:net", "Time of an expert exchange by topology and form."),
     "imbalance": ("coterie.cli.plan_imbalance:imbalance", "Busiest expert and rank by skew and placement."),

@@ -18,6 +18,8 @@ import click
 from coterie.cli.main import debug_option
 from coterie.planner.devices import device
 from coterie.planner.layout import CacheName, Layout, WeightName, Wish, choose, nearest_format
+from coterie.planner.measured import Measured
+from coterie.planner.measured_file import read_engine
 from coterie.planner.memory import DEFAULT_LOAD, MAX_TOKENS, Load
 from coterie.planner.models import model as find_model
 from coterie.spec.errors import SpecError
@@ -31,13 +33,15 @@ TOKENS = click.IntRange(1, MAX_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a plan is about. `name` is the model's, `as_json` whether `--json` was given."""
+    """What a plan is about. `name` is the model's, `as_json` whether `--json` was given. measured: our engine's kernels
+    where the hardware is a file of `plan calibrate`."""
 
     name: str
     model: ModelSpec
     hardware: HardwareSpec
     layout: Layout
     as_json: bool
+    measured: Measured | None = None
 
     def question(self, **more: Any) -> dict[str, Any]:
         """What was asked, as JSON repeats it under `asked`: the only plain numbers of an answer."""
@@ -143,14 +147,15 @@ def read_model(text: str) -> tuple[str, ModelSpec, WeightName | None]:
 def ask(values: dict[str, Any]) -> Asked:
     """Take the shared values out of a command's and resolve them. Raises SpecError."""
     name, model, stored = read_model(values.pop("model"))
-    hardware = device(values.pop("hardware"))
+    hardware_name = values.pop("hardware")
+    hardware, measured = device(hardware_name), read_engine(hardware_name)
     memory = values.pop("memory_gb")
     if memory is not None:
         hardware = replace(hardware, memory_gb=memory)
     wish = Wish(**{key: _given(values.pop(key)) for key in _WISHES})
     wish = replace(wish, weights=wish.weights or stored)
     layout = choose(model, hardware, values.pop("devices"), wish)
-    return Asked(name, model, hardware, layout, values.pop("as_json"))
+    return Asked(name, model, hardware, layout, values.pop("as_json"), measured)
 
 
 _WISHES = ("tp", "dp", "ep", "redundant", "weights", "attention", "kv", "mtp")

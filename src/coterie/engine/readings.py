@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,11 +28,11 @@ from coterie.kernels.machine import machine
 from coterie.kernels.native import NativeKernels
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import AttentionSpec, RopeSpec
-from coterie.spec.weights import BF16, F32, INT4_TABLE, MatrixSpec, WeightFormat
+from coterie.spec.weights import BF16, FP8, INT4_TABLE, MatrixSpec, WeightFormat
 
 FORMS = {
-    "f32": F32,
     "bf16": BF16,
+    "fp8": FP8,
     "int8": WeightFormat("int8", 32, "f16"),
     "int4": WeightFormat("code4", 32, "f16", INT4_TABLE),
 }
@@ -43,7 +42,7 @@ SETS = (8 << 20, 384 << 20)
 """Bytes of all experts together: what fits in a cache, what does not."""
 ROWS = (1, 2, 4, 8, 16, 64, 256)
 MOST_OPERATIONS = 4e9
-READ_SETS = (8 << 20, 32 << 20, 128 << 20)
+READ_SETS = (8 << 20, 32 << 20, 128 << 20, 384 << 20)
 PAGE = 64
 DISK_BYTES = 256 << 20
 
@@ -76,14 +75,18 @@ class Reader:
 
     def read_rate(self, nbytes: float | None = None) -> float:
         """Bytes a second from an array of so many bytes (None: one beyond every cache), huge pages where there are."""
-        return statistics.median(self._device.probe("read", int(max(nbytes or self._array, READ_SETS[0])), 3))
+        return max(self._device.probe("read", int(self.set_bytes(nbytes)), 3))
+
+    def set_bytes(self, nbytes: float | None) -> float:
+        """Bytes of the array that `read_rate` reads."""
+        return float(max(nbytes or self._array, READ_SETS[0]))
 
     def peak(self, form: str) -> float:
         """Operations a second of the unit of the kernels' level: for wide forms and attention, or for integers."""
-        wide = form in ("f32", "bf16")
+        wide = form in ("bf16", "fp8")
         tile = "amx_bf16" if wide else "amx_int8"
         use_tile = self.kernels.isa == "amx" and tile in _native.probe_kinds()
-        return statistics.median(self._device.probe(tile if use_tile else "f32" if wide else "int8", READ_SETS[0], 3))
+        return max(self._device.probe(tile if use_tile else "f32" if wide else "int8", READ_SETS[0], 5))
 
     def products(self, form: str) -> Iterator[Reading]:
         """Readings of the experts' product over the grid."""
@@ -103,7 +106,7 @@ class Reader:
         units = self.kernels.units(banks[0])
         for number in range(1, count):
             units[number] = units[0]
-        read, peak = self.read_rate(count * unit if count * unit < 64 << 20 else None), self.peak(form)
+        read, peak = self.read_rate(count * unit), self.peak(form)
         for rows in ROWS:
             used = max(1, min(count, int(MOST_OPERATIONS / (6 * hidden * inner * rows))))
             counts = np.zeros(count, np.int64)
@@ -118,7 +121,7 @@ class Reader:
     def attention(self) -> Iterator[Reading]:
         """Readings over a bf16 cache: MLA with a narrow and a wide latent, and GQA; streams and prompts."""
         for spec in (_mla(4, 48, 16), _mla(16, 512, 64), _gqa(16, 4, 128)):
-            peak, read = self.peak("bf16"), self.read_rate()
+            peak, read = self.peak("bf16"), self.read_rate(SETS[0])
             for sequences, context, rows in ((1, 1024, 1), (8, 512, 1), (1, 512, 16), (1, 512, 512)):
                 call, nbytes = self._attention(spec, sequences, context, rows)
                 pairs = sequences * sum(range(context - rows + 1, context + 1))
@@ -159,7 +162,7 @@ def disk_rate(folder: Path | None = None, nbytes: int = DISK_BYTES) -> float:
             return 0.0
         try:
             begin, total = time.perf_counter(), 0
-            while read := os.readv(handle, [memoryview(buffer)]):
+            while read := os.readv(handle, [buffer.data]):
                 total += read
         except OSError:
             return 0.0
@@ -168,7 +171,7 @@ def disk_rate(folder: Path | None = None, nbytes: int = DISK_BYTES) -> float:
         return total / (time.perf_counter() - begin) if hasattr(os, "O_DIRECT") else 0.0
 
 
-def fastest(call: Callable[[], object], seconds: float = 0.03) -> float:
+def fastest(call: Callable[[], object], seconds: float = 0.015) -> float:
     """The fastest of at least three calls and of as many as fit in that time."""
     best, end, count = float("inf"), time.perf_counter() + seconds, 0
     while count < 3 or time.perf_counter() < end:

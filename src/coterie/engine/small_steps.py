@@ -69,48 +69,56 @@ def _model(config: dict[str, Any], threads: int | None) -> Iterator[SmallStep]:
         enable_prefix_caching=False,
     )  # fmt: skip
     files = open_model(config)
-    core, _ = build_engine(files, most)
+    timer = StepTimer(build_engine(files, most)[0])
     for length in PROMPTS:
-        yield SmallStep(files.spec, False, 1, length, min(_prompt(core, length, number) for number in range(4)))
+        yield SmallStep(files.spec, False, 1, length, min(timer.prompt(length) for _ in range(4)))
     for batch in STREAMS:
-        seconds = _streams(core, batch)
-        yield SmallStep(files.spec, True, batch, CONTEXT + STEPS / 2, seconds)
+        times = timer.streams(batch, CONTEXT, STEPS)
+        yield SmallStep(files.spec, True, batch, CONTEXT + STEPS / 2, float(np.quantile(times, 0.25)))
 
 
-def _prompt(core: EngineCore, length: int, number: int) -> float:
-    """Seconds of one prompt's step, to its first token."""
-    _add(core, f"prompt-{length}-{number}", length, 1)
-    begin = time.perf_counter()
-    _step(core)
-    seconds = time.perf_counter() - begin
-    while core.has_work:
-        _step(core)
-    return seconds
+class StepTimer:
+    """Times steps of an engine that has nothing else to do. Its prefix cache must be off."""
 
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self._serial = 0
 
-def _streams(core: EngineCore, batch: int) -> float:
-    """Seconds of one decode step of so many streams, the lower quartile of some."""
-    for number in range(batch):
-        _add(core, f"stream-{batch}-{number}", CONTEXT, None)
-    for _ in range(batch + 2):
-        _step(core)
-    times = []
-    for _ in range(STEPS):
+    def prompt(self, length: int) -> float:
+        """Seconds from adding one prompt of random tokens to its first token."""
+        self._add(length, 1)
         begin = time.perf_counter()
-        _step(core)
-        times.append(time.perf_counter() - begin)
-    core.abort_all()
-    while core.has_work:
-        core.step()
-    return float(np.quantile(times, 0.25))
+        while self.core.has_work:
+            self._step()
+        return time.perf_counter() - begin
 
+    def streams(self, batch: int, context: int, steps: int) -> list[float]:
+        """Seconds of each of some decode steps of so many streams, which have `context` tokens at the first."""
+        waiting = {self._add(context, None) for _ in range(batch)}
+        while waiting:
+            waiting -= self._step()
+        self._step()
+        times = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            self._step()
+            times.append(time.perf_counter() - begin)
+        self.core.abort_all()
+        while self.core.has_work:
+            self.core.step()
+        return times
 
-def _add(core: EngineCore, name: str, length: int, most: int | None) -> None:
-    prompt = np.random.default_rng(length).integers(2, VOCAB, length).tolist()
-    core.add(Add(name, prompt, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)))
+    def _add(self, length: int, most: int | None) -> str:
+        self._serial += 1
+        name = f"timed-{self._serial}"
+        prompt = np.random.default_rng(self._serial).integers(2, self.core.vocab_size, length).tolist()
+        self.core.add(Add(name, prompt, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)))
+        return name
 
-
-def _step(core: EngineCore) -> None:
-    for output in core.step():
-        if output.error is not None:
-            raise CoterieError(f"a step of the calibration failed: {output.error}")
+    def _step(self) -> set[str]:
+        """Do one step. Returns who said something."""
+        outputs = self.core.step()
+        for output in outputs:
+            if output.error is not None:
+                raise CoterieError(f"a step that was to be timed failed: {output.error}")
+        return {output.request_id for output in outputs if output.token_ids}

@@ -52,7 +52,14 @@ def device(name: str) -> HardwareSpec:
 
 
 def read_device(path: Path) -> HardwareSpec:
-    """A device from a YAML file of HardwareSpec's fields. Raises SpecError that names what is wrong or missing."""
+    """A device from a YAML file of HardwareSpec's fields; a part `engine` is left to `measured_file`. Raises SpecError
+    that names what is wrong or missing."""
+    values = {name: value for name, value in read_yaml(path).items() if name != "engine"}
+    return _spec({"name": path.stem, **values}, str(path))
+
+
+def read_yaml(path: Path) -> Mapping[Any, Any]:
+    """The fields of a hardware file, unchecked. Raises SpecError for a file that is none."""
     import yaml
 
     try:
@@ -65,7 +72,7 @@ def read_device(path: Path) -> HardwareSpec:
         raise SpecError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, Mapping):
         raise SpecError(f"{path} holds no fields; needed are {', '.join(_needed())}")
-    return _spec({"name": path.stem, **values}, str(path))
+    return values
 
 
 def _spec(values: Mapping[Any, Any], where: str) -> HardwareSpec:

@@ -25,11 +25,11 @@ WEIGHT_BYTES: dict[WeightName, float] = {
     "bf16": 2.0,
     "fp8": 1.0 + 4 / (128 * 128),
     "fp4": 0.5 + 1 / 16,
-    "int8": 1.0 + 4 / 128,
+    "int8": 1.0 + 2 / 32,
     "int4": 0.5 + 2 / 32,
 }
-"""Bytes of a value with its scales: fp8 one float32 per 128 x 128 block, fp4 one byte per 16 (NVFP4), int8 a float32
-per 128, int4 an f16 per 32."""
+"""Bytes of a value with its scales: fp8 one float32 per 128 x 128 block, fp4 one byte per 16 (NVFP4), int8 and int4
+an f16 per 32 (our engine's)."""
 WEIGHT_BITS: dict[WeightName, int] = {"bf16": 16, "fp8": 8, "fp4": 4, "int8": 8, "int4": 16}
 """Operand bits of the product: int4 is read and multiplied in 16 bits (weight only)."""
 

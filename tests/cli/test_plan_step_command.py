@@ -1,0 +1,66 @@
+"""`coterie plan step` on devices of the table and on a hardware file; `plan calibrate` end to end (slow)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.cli.main import run
+
+H200 = ("DeepSeek-V3", "--hardware", "h200", "-n", "8", "--tp", "8")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["plan", "step", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_operations_add_up_to_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, *H200, "--batch", "64")
+    for part in ("decode", "prefill"):
+        total = sum(op["seconds"]["value"] for op in found[part]["ops"])
+        assert total == pytest.approx(found[part]["seconds"]["value"])
+    assert found["tpot"]["p10"] < found["tpot"]["value"] < found["tpot"]["p90"]
+    assert found["limits"]["b_cap"]["value"] > 0
+
+
+def test_skew_overlap_and_drafts_are_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = ("DeepSeek-V3", "--hardware", "h200", "-n", "32", "--batch", "4096")
+    plain = answer(capsys, *wide)["tpot"]["value"]
+    assert answer(capsys, *wide, "--overlap")["tpot"]["value"] < plain
+    assert answer(capsys, *wide, "--skew", "zipf:0.6")["tpot"]["value"] > plain
+    few = answer(capsys, *H200, "--draft", "1")["tpot"]["value"]
+    assert few < answer(capsys, *H200)["tpot"]["value"]
+
+
+def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "step", *H200, "--batch", "8"]) == 0
+    text = capsys.readouterr().out
+    for words in ("routed experts", "waits for", "time per token", "prefill takes", "B_cap", "UNCALIBRATED"):
+        assert words in text
+
+
+def test_ranks_without_a_network_are_refused_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("kind: gpu\nbf16_tops: 900\nmemory_gb: 141\nmemory_gbps: 4800\n")
+    assert run(["plan", "step", "DeepSeek-V3", "--hardware", str(path), "-n", "16"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and text.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_calibrate_writes_a_file_that_step_reads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "machine.yaml"
+    assert run(["plan", "calibrate", "--out", str(path), "--rounds", "1", "--disk", str(tmp_path)]) == 0
+    assert str(path) in capsys.readouterr().out
+    found = answer(capsys, "DeepSeek-V2-Lite", "--hardware", str(path), "--weights", "int8", "--batch", "4")
+    assert found["tpot"]["kind"] == "calibrated" and 1e-4 < found["tpot"]["value"] < 100
+
+
+def test_calibrate_says_where_it_cannot_write(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["plan", "calibrate", "--out", str(tmp_path / "none" / "x.yaml"), "--rounds", "1"]) == 1
+    assert "cannot write" in capsys.readouterr().err
