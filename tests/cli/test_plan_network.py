@@ -73,6 +73,14 @@ def test_imbalance_ranks_placements_and_reads_the_users_counts(
     assert "not a recording" in capsys.readouterr().out
 
 
+def test_what_takes_too_long_or_lacks_links_is_left_out_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "imbalance", "r1", "--hw", "gb200", "-n", "2048", "--ep", "2048")
+    assert [row["placement"] for row in found["rows"]] == ["order", "random"]
+    assert "too long to balance" in " ".join(found["notes"])
+    found = answer(capsys, "imbalance", "v2-lite", "--hw", "epyc-9654", "-n", "2", "--skew", "uniform")
+    assert len(found["rows"]) == 4 and found["rows"][0]["step"] is None and "no scale-up links" in found["notes"][0]
+
+
 def test_pods_map_over_skew_and_context(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("pods", *PAPER, "-n", "64", "--pod", "16", "--zipf", "0", "--zipf", "0.6", "--requests", "81",
                  "--context", "2048", "--weights", "bf16")  # fmt: skip

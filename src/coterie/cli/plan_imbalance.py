@@ -10,7 +10,7 @@ import click
 from coterie.cli.plan_options import Asked, plan_options
 from coterie.cli.plan_output import number, show_json, table
 from coterie.planner.cost import decode_step, prior
-from coterie.planner.imbalance import Imbalance, Placement, gamma
+from coterie.planner.imbalance import Imbalance, Placement, TooLarge, gamma
 from coterie.planner.layout import WEIGHT_BYTES
 from coterie.planner.network import moe_of
 from coterie.planner.ops import Point
@@ -22,13 +22,14 @@ from coterie.spec.errors import SpecError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: `extra` expert slots beyond one each, `step` seconds of decode."""
+    """One line: `extra` expert slots beyond one each, `step` seconds of decode, None where the
+    device lacks links."""
 
     skew: str
     placement: Placement
     extra: int
     found: Imbalance
-    step: float
+    step: float | None
 
 
 @click.command()
@@ -75,17 +76,25 @@ def imbalance(
         ("order", least), ("random", least), ("balanced", least), ("balanced", more),
     )  # fmt: skip
     eff = IDEAL if ideal else prior(asked.hardware)
-    rows = []
+    rows, notes = [], dict[str, None]()
     for text in skews:
         for placement, extra in cases:
-            found = gamma(Skew.parse(text, seed), asked.model, batch, ranks, placement, extra)
+            try:
+                found = gamma(Skew.parse(text, seed), asked.model, batch, ranks, placement, extra)
+            except TooLarge as error:
+                notes[str(error)] = None
+                continue
             point = Point(batch=batch, context=context, gamma=max(found.rank, 1.0))
-            step = decode_step(asked.model, asked.hardware, replace(layout, redundant=extra), point, eff).seconds
+            try:
+                step = decode_step(asked.model, asked.hardware, replace(layout, redundant=extra), point, eff).seconds
+            except SpecError as error:
+                notes[str(error)], step = None, None
             rows.append(Row(text, placement, extra, found, step))
     experts = moe_of(asked.model).num_experts
     if asked.as_json:
         question = asked.question(skews=skews, tokens=tokens, context=context, ideal=ideal, seed=seed)
-        show_json({"asked": question, "rows": [_json(asked, row) for row in rows]})
+        show_json({"asked": question, "rows": [_json(asked, row) for row in rows],
+                   "notes": list(notes)})  # fmt: skip
         return
     click.echo(f"{asked.title()}\n{tokens:g} tokens of a step on each rank\n")
     headers = [
@@ -95,12 +104,14 @@ def imbalance(
     cells = [
         [f"{row.skew}, {row.placement}", str(row.extra), f"+{row.extra / experts:.1%}", f"{row.found.expert:.2f}",
          f"{row.found.expert_p95:.2f}", f"{row.found.rank_even:.3f}", f"{row.found.rank:.3f}",
-         f"{row.found.rank_p95:.3f}", number(row.step, "s")]
+         f"{row.found.rank_p95:.3f}", "-" if row.step is None else number(row.step, "s")]
         for row in rows
     ]  # fmt: skip
     click.echo(table(headers, cells))
     for source in dict.fromkeys(row.found.source for row in rows if row.found.source not in skews):
         click.echo(f"\ntrace: {source}")
+    for note in notes:
+        click.echo(f"\n-: {note}")
 
 
 def _json(asked: Asked, row: Row) -> dict[str, Any]:
@@ -119,5 +130,5 @@ def _json(asked: Asked, row: Row) -> dict[str, Any]:
         "rank_p95": sure(found.rank_p95, "ratio", "gamma-rank", kind),
         "rank_equal_parts": sure(found.rank_even, "ratio", "gamma-rank", kind),
         "hit": sure(found.hit, "share", "hit", kind),
-        "step": sure(row.step, "s", "decode-step", "assumed"),
+        "step": None if row.step is None else sure(row.step, "s", "decode-step", "assumed"),
     }  # fmt: skip

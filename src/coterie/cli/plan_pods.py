@@ -9,6 +9,7 @@ import click
 from coterie.cli.plan_options import Asked, plan_options
 from coterie.cli.plan_output import show_json, table
 from coterie.planner.cost import prior
+from coterie.planner.imbalance import TooLarge
 from coterie.planner.pods import IDEAL, Contest, Side, contest_sides, crossing
 from coterie.planner.quantity import sure
 from coterie.planner.skew import Skew
@@ -61,7 +62,7 @@ def pods(
     """
     eff = prior(asked.hardware) if software else IDEAL
     skews = sorted(zipf)
-    found = []
+    found, notes = [], dict[str, None]()
     for placement, balanced, copies in CASES:
         for many in requests:
             for length in context:
@@ -69,13 +70,18 @@ def pods(
                     group=asked.layout.devices, pod=pod, requests=many, context=length, group_gbps=group_gbps,
                     balanced=balanced, copies=copies, weights=asked.layout.weights, kv=asked.layout.kv,
                 )  # fmt: skip
-                sides = [
-                    contest_sides(asked.model, asked.hardware, contest, Skew.parse(f"zipf:{s:g}"), eff) for s in skews
-                ]
+                try:
+                    sides = [
+                        contest_sides(asked.model, asked.hardware, contest, Skew.parse(f"zipf:{s:g}"), eff)
+                        for s in skews
+                    ]
+                except TooLarge as error:
+                    notes[str(error)] = None
+                    continue
                 found.append((placement, contest, sides))
     if asked.as_json:
         show_json({"asked": asked.question(pod=pod, zipf=skews, group_gbps=group_gbps, software=software),
-                   "rows": [_row(*each) for each in found]})  # fmt: skip
+                   "rows": [_row(*each) for each in found], "notes": list(notes)})  # fmt: skip
         return
     click.echo(
         f"{asked.name}, {asked.layout.weights} weights, on {asked.layout.devices} x {asked.hardware.name}: step time "
@@ -93,6 +99,8 @@ def pods(
         f"\nbusiest rank over the mean at s={skews[-1]:g}, random: {group.gamma:.2f} in the group, {one.gamma:.2f} in "
         "a pod; requests are those of one device, context that of one request"
     )
+    for note in notes:
+        click.echo(f"\n-: {note}")
 
 
 def _row(placement: str, contest: Contest, sides: list[tuple[Side, Side]]) -> dict[str, Any]:

@@ -38,6 +38,10 @@ _LARGEST = 1 << 26
 _SLOTS = 1 << 14
 
 
+class TooLarge(SpecError):
+    """More slots and ranks than are balanced in the time of an answer."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Imbalance:
     """Maxima over means: `expert` of an expert (of a slot where there are copies, in equal parts), `rank` of a rank.
@@ -163,9 +167,9 @@ def _balanced(case: _Case, rng: np.random.Generator) -> tuple[NDArray[np.int64],
     """Layers, experts and tables of as many layers as time allows, several steps of each. A curve is one layer: it is
     shuffled and balanced some times, as the search ends differently each time."""
     if case.slots * case.ep > _PLACING:
-        raise SpecError(
-            f"{case.slots} slots on {case.ep} ranks take too long to balance here (slots x ranks up to {_PLACING:,}); "
-            "ask for placement random, or for fewer ranks"
+        raise TooLarge(
+            f"{case.slots} slots on {case.ep} ranks take too long to balance here (slots x ranks up to {_PLACING:,}): "
+            "only placements in order and at random are drawn"
         )
     shares = _shares(case.skew, case.experts, case.top_k)
     most = min(max(_PLACED // (case.slots * case.ep), 1), _LAYERS)
