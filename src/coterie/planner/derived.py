@@ -1,0 +1,3 @@
+def derived(row):
+    from coterie.spec.errors import SpecError
+    raise SpecError("not yet")

@@ -1,0 +1,98 @@
+"""Answers to rows whose value is blank: value, 80 % interval, how far to trust it, or why there is no answer.
+
+Fitted kinds come from `calibrate`; imbalance and the reference paper's simulated values are derived here. A row is
+EXTRAPOLATED outside the box of its class's measurements or on a device that none of them used, UNCALIBRATED if no
+measurement has its class, SATURATED if prompts arrive as fast as they can be computed. Not here: scores (`score`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.planner.calibrate import CLASS_LEVEL, HARDWARE_LEVEL, Asked, Calibration, asked, family_of, shipped
+from coterie.planner.data import Row
+from coterie.planner.derived import derived
+from coterie.planner.quantity import Flag, Kind, Quantity
+from coterie.spec.errors import SpecError
+
+BOX_MARGIN = 0.5
+"""Length scales beyond the outermost measurement of a class that still count as inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A row's answer in its unit, or None and the reason. assumed: what the row did not say."""
+
+    row: Row
+    quantity: Quantity | None
+    reason: str = ""
+    assumed: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """One line of `plan predict --json`."""
+        if self.quantity is None:
+            return {
+                "id": self.row.id,
+                "value": None,
+                "p10": None,
+                "p90": None,
+                "kind": None,
+                "flags": [],
+                "reason": self.reason,
+            }
+        plain = self.quantity.as_json()
+        plain["unit"] = self.row.unit
+        return {"id": self.row.id, **plain, "metric": self.row.metric, "assumed": list(self.assumed)}
+
+
+def predict(row: Row, calibration: Calibration | None = None) -> Prediction:
+    """The answer to one row. Whatever its value is, it is not looked at."""
+    try:
+        if family_of(row) is None:
+            return Prediction(row, *derived(row))
+        one = asked(row)
+    except SpecError as error:
+        return Prediction(row, None, str(error))
+    return Prediction(row, fitted(one, calibration or shipped()), "", one.assumed)
+
+
+def fitted(one: Asked, calibration: Calibration) -> Quantity:
+    """Value and interval of a fitted kind."""
+    fit = calibration.fits[one.family]
+    answer = fit.answer(one.case)
+    flags = flags_of(one, calibration)
+    known = "UNCALIBRATED" not in flags
+    spread = math.hypot(answer.spread, one.case.noise) * calibration.factor(one.row.kind, known=known)
+    value = math.exp(answer.mean)
+    kind: Kind = "calibrated" if known and "EXTRAPOLATED" not in flags else "extrapolated"
+    return Quantity(
+        value, one.row.unit, kind, f"fit-{one.family}", value / math.exp(spread), value * math.exp(spread), flags
+    )
+
+
+def flags_of(one: Asked, calibration: Calibration) -> tuple[Flag, ...]:
+    """What to know before trusting an answer."""
+    fit = calibration.fits[one.family]
+    members = fit.members(one.case.labels)
+    flags: list[Flag] = []
+    level = fit.prior.levels.index(CLASS_LEVEL[one.family])
+    same = [row for row in fit.rows if row.labels[level] == one.case.labels[level]]
+    outside = not same or any(
+        not min(row.features[axis] for row in same) - BOX_MARGIN
+        <= value
+        <= max(row.features[axis] for row in same) + BOX_MARGIN
+        for axis, value in enumerate(one.case.features)
+    )
+    if outside or not members[HARDWARE_LEVEL[one.family]] or not one.exact:
+        flags.append("EXTRAPOLATED")
+    if not same or not one.exact:
+        flags.append("UNCALIBRATED")
+    return tuple(flags)
+
+
+def predict_all(rows: Sequence[Row], calibration: Calibration | None = None) -> list[Prediction]:
+    """Answers in order."""
+    return [predict(row, calibration) for row in rows]

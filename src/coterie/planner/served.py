@@ -1,0 +1,199 @@
+"""Times and throughputs of a served model as forms of few efficiencies: what a fit multiplies and a question asks.
+
+Operations (`ops`) are priced by `cost` at prior efficiencies times exp(z), then put together by the closed forms of
+aggregated and disaggregated serving: a step that also computes prompts takes as long as both together, (C - 1)/osl of
+the steps do for each prompt; a prompt waits for a share kappa of those before it. Not here: the fit (`bayes`,
+`calibrate`), what a row says (`phrases`, `questions`), CPUs (`hosts`), exchanges alone (`exchanges`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from coterie.planner.bayes import Vector
+from coterie.planner.cost import Efficiency, price
+from coterie.planner.layout import Layout
+from coterie.planner.named import architecture
+from coterie.planner.network import Link
+from coterie.planner.ops import Point, step_ops
+from coterie.spec.hardware import HardwareSpec
+from coterie.spec.model import ModelSpec, MoESpec
+
+PARAMETERS = (
+    "eta_m", "eta_p", "eta_a", "layer", "alpha", "beta", "exchange", "experts", "rows", "prompts", "front", "kappa", "bias",
+)  # fmt: skip
+"""What z multiplies: shares of memory bandwidth, products and attention; the constant of a layer; latency of links, the
+share of them that all-reduces and that all-to-alls reach; `experts`, the share of bandwidth of routed experts; `rows`,
+what a stream costs beyond its bytes and products; `prompts` computed beside streams; `front`, what passes before a
+prompt is computed; `kappa`, the share of the prompts before it that one waits for; all."""
+AT = {name: index for index, name in enumerate(PARAMETERS)}
+
+PRIOR = Efficiency(eta_m=0.85, eta_p=0.35, eta_a=0.55, eta_e=0.7, step_seconds=1e-3, alpha=6e-6, beta=0.65)
+EXCHANGE = Link(alpha=15e-6, net_alpha=15e-6, share=0.45, net_share=0.55)
+LAYER_SECONDS = {"mla-moe": 95e-6, "gqa-moe": 65e-6, "gqa-dense": 45e-6, "mla-dense": 70e-6}
+"""Launches, norms and routing of a layer: fewer kernels without a latent, fewer yet without experts."""
+ROW_SECONDS = 80e-6
+ROW_LIMIT = 128.0
+"""Sampling, bookkeeping and small kernels of a stream in a step; beyond so many they are done together."""
+FRONT_SECONDS = 0.14
+KAPPA = 0.1
+HIGHEST = 1.1
+"""Shares of a peak end here: published peaks are rounded and clocks move."""
+
+Timer = Callable[[Vector], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model on its pools. requests: running at once over all decode pools; context: mean tokens in a stream's cache;
+    prompts: in each attention group of a prefill step; accepted: tokens that a step yields with `draft` speculated."""
+
+    model: ModelSpec
+    hw: HardwareSpec
+    prefill: Layout
+    decode: Layout
+    prefill_count: int
+    decode_count: int
+    apart: bool
+    isl: float
+    osl: float
+    context: float
+    requests: float
+    prompts: float = 1.0
+    gamma: float = 1.0
+    draft: int = 0
+    accepted: float = 1.0
+    overlap: bool = False
+
+    @property
+    def per_pool(self) -> float:
+        return self.requests / self.decode_count
+
+
+def efficiency(z: Vector, kind: str) -> Efficiency:
+    """Efficiencies at z for an architecture."""
+    m = [math.exp(value) for value in z]
+    alpha, share = EXCHANGE.alpha * m[4], m[6]
+    link = Link(
+        alpha=alpha, net_alpha=alpha, share=min(HIGHEST, EXCHANGE.share * share),
+        net_share=min(HIGHEST, EXCHANGE.net_share * share),
+    )  # fmt: skip
+    return Efficiency(
+        eta_m=min(HIGHEST, PRIOR.eta_m * m[0]), eta_p=min(HIGHEST, PRIOR.eta_p * m[1]),
+        eta_a=min(HIGHEST, PRIOR.eta_a * m[2]), eta_e=min(HIGHEST, PRIOR.eta_e * m[0] * m[7]),
+        layer_seconds=LAYER_SECONDS[kind] * m[3], step_seconds=PRIOR.step_seconds, alpha=PRIOR.alpha * m[4],
+        beta=min(HIGHEST, PRIOR.beta * m[5]), link=link,
+    )  # fmt: skip
+
+
+def times(z: Vector, name: str) -> float:
+    """What a parameter multiplies by at z."""
+    return math.exp(z[AT[name]])
+
+
+def busiest_hit(model: ModelSpec, layout: Layout, tokens: float) -> float | None:
+    """Experts with a token on the rank that has most of them, of so many tokens routed evenly; None without experts.
+    Mean of a rank and sqrt(2 ln ranks) standard deviations, as each of its experts is hit or not."""
+    for layer in reversed(model.layers):
+        if isinstance(layer.ffn, MoESpec):
+            slots = layer.ffn.num_experts + layout.redundant
+            local = slots / layout.ep
+            share = 1 - (1 - layer.ffn.top_k / slots) ** tokens
+            extra = math.sqrt(local * share * (1 - share) * 2 * math.log(layout.ep)) if layout.ep > 1 else 0.0
+            return min(local, local * share + extra, max(tokens * layer.ffn.top_k, 1.0))
+    return None
+
+
+def step_timer(case: Served, requests: float, prompts: float = 0.0) -> Timer:
+    """Seconds of a step of so many streams in one decode pool, with so many prompts in each attention group beside."""
+    parts = 2.0 if case.overlap else 1.0
+    batch = max(requests, 1.0) / parts
+    hit = busiest_hit(case.model, case.decode, batch * (1 + case.draft))
+    point = Point(batch=batch, context=max(case.context, 1.0), gamma=case.gamma, hit=hit, draft=case.draft)
+    new = None
+    if prompts:
+        new = Point(batch=prompts * case.decode.dp / parts, context=max(case.isl, 1.0), gamma=case.gamma)
+    ops = step_ops(case.model, case.decode, point, new)
+    kind = architecture(case.model)
+    streams = requests / case.decode.dp
+    rows = ROW_SECONDS * streams / (1 + streams / ROW_LIMIT)
+
+    def seconds(z: Vector) -> float:
+        step = price(ops, case.hw, efficiency(z, kind), overlap=case.overlap).seconds
+        return step + rows * times(z, "rows")
+
+    return seconds
+
+
+def prefill_timer(case: Served) -> Timer:
+    """Seconds of a step that computes `prompts` prompts in each attention group of a prefill pool."""
+    batch = case.prompts * case.prefill.dp / (2.0 if case.overlap else 1.0)
+    kind = architecture(case.model)
+    ops = step_ops(case.model, case.prefill, None, Point(batch=batch, context=max(case.isl, 1.0), gamma=case.gamma))
+    return lambda z: price(ops, case.hw, efficiency(z, kind), overlap=case.overlap).seconds
+
+
+def token_timer(case: Served) -> Timer:
+    """Seconds a token of a stream. In aggregated serving every stream gives way to the prompts of all others."""
+    step = step_timer(case, case.per_pool)
+    share = 0.0 if case.apart or case.osl <= 1 else max(0.0, case.per_pool / case.decode.dp - 1) / case.osl
+    if share == 0:
+        return lambda z: step(z) / case.accepted
+    mixed = step_timer(case, case.per_pool, max(1.0, share))
+
+    def seconds(z: Vector) -> float:
+        alone = step(z)
+        longer = max(0.0, mixed(z) - alone) * min(1.0, share) * times(z, "prompts")
+        return alone / case.accepted + longer
+
+    return seconds
+
+
+def first_token_timer(case: Served) -> Timer:
+    """Seconds to the first token: the front end, prompts before, its own, and the step that is running."""
+    step, prompt = step_timer(case, case.per_pool), prefill_timer(replace(case, prompts=1.0, overlap=False))
+    before = max(0.0, case.requests / (case.prefill_count * case.prefill.dp) - 1)
+
+    def seconds(z: Vector) -> float:
+        own = prompt(z)
+        return FRONT_SECONDS * times(z, "front") + own * (1 + KAPPA * times(z, "kappa") * before) + step(z)
+
+    return seconds
+
+
+def prefill_rate(case: Served) -> Timer:
+    """Prompt tokens a second of one device."""
+    prompt = prefill_timer(case)
+    tokens = case.prompts * case.prefill.dp * case.isl / case.prefill.devices
+    return lambda z: tokens / prompt(z)
+
+
+def output_rate(case: Served) -> Timer:
+    """Generated tokens a second of one device of the decode pools."""
+    token = token_timer(case)
+    share = case.per_pool / case.decode.devices
+    return lambda z: share / token(z)
+
+
+def total_rate(case: Served) -> Timer:
+    """Prompt and generated tokens a second of one device over all pools, by Little's law."""
+    token, first = token_timer(case), first_token_timer(case)
+    devices = case.decode_count * case.decode.devices
+    devices += case.prefill_count * case.prefill.devices if case.apart else 0
+    tokens = case.requests * (case.isl + case.osl) / devices
+    return lambda z: tokens / (first(z) + max(case.osl - 1, 1) * token(z))
+
+
+def capacity(model: ModelSpec, hw: HardwareSpec, layout: Layout, length: float) -> float:
+    """Requests of `length` tokens that fit the memory of all devices of a layout, nine tenths of it used."""
+    from coterie.planner.layout import WEIGHT_BYTES
+
+    moe = sum(3 * model.hidden_size * ffn.intermediate_size * ffn.num_experts for _, ffn in model.moe_layers())
+    rest = (model.num_parameters - moe) * WEIGHT_BYTES[layout.attention or layout.weights]
+    own = rest / layout.tp + moe * WEIGHT_BYTES[layout.weights] * (1 / layout.devices)
+    row = model.kv_bytes_per_token(1 if layout.kv.startswith("fp8") else 2)
+    spec = model.layers[-1].attention
+    row = row / (min(layout.tp, spec.num_kv_heads) if spec.kind == "gqa" else 1)
+    return max(1.0, (0.9 * hw.memory_bytes - own) / (row * max(length, 1.0)) * layout.dp)
