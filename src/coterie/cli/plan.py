@@ -22,6 +22,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "net": ("coterie.cli.plan_net:net", "Time of an expert exchange by topology and form."),
     "imbalance": ("coterie.cli.plan_imbalance:imbalance", "Busiest expert and rank by skew and placement."),
     "pods": ("coterie.cli.plan_pods:pods", "One large expert-parallel group against pods."),
+    "score": ("coterie.cli.plan_score:score", "Score the planner on published measurements, by kind."),
+    "predict": ("coterie.cli.plan_score:predict", "Answer rows of measurements whose value is blank."),
     "devices": ("coterie.cli.plan_devices:devices", "List the devices and models that can be named."),
 }
 

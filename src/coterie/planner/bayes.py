@@ -1,7 +1,7 @@
 """A hierarchical fit of few parameters on few measurements: Gauss-Newton on log values with Gaussian priors.
 
-Every case has a form, log value = f(z), where z are logarithms of multipliers of prior parameters (0: the prior). z of a
-case is a sum of deviations, one for each level of grouping that the case belongs to (all, engine, model class, ...),
+Every case has a form, log value = f(z), where z are logarithms of multipliers of prior parameters (0: the prior). z of
+a case is a sum of deviations, one for each level of grouping that the case belongs to (all, engine, model class, ...),
 each with its own prior width, so a group with no measurement falls back on those above it and its interval widens.
 A smooth residual is shared by cases of one class with near features. In covariance form, solved with one factorisation
 of n x n (kriging with a linearised trend; Rasmussen and Williams, Gaussian Processes for Machine Learning, 2.7). Heavy
@@ -107,7 +107,7 @@ class Fit:
     def _shared(self, labels: tuple[str, ...]) -> NDArray[np.bool_]:
         """[levels, n]: whether a case of the fit is of the same group."""
         own = np.array(labels, dtype=object)[:, None]
-        return np.asarray((self._labels.T == own) & (own != ""), dtype=bool)
+        return np.asarray((own == self._labels.T) & np.array([[label != ""] for label in labels]), dtype=bool)
 
     def z_of(self, labels: tuple[str, ...]) -> Vector:
         """Posterior mean of z [K] for a case with such labels."""

@@ -26,7 +26,7 @@ from coterie.spec.errors import SpecError
 
 Family = Literal["served", "host", "exchange", "kernel"]
 
-NOISE = {"tpot": 0.045, "ttft": 0.25, "svc": 0.16, "thr": 0.08}
+NOISE = {"tpot": 0.06, "ttft": 0.25, "svc": 0.16, "thr": 0.1}
 """Standard deviation of the logarithm of a measurement of its kind that is repeated: definitions, versions, queues."""
 
 SERVED = Prior(

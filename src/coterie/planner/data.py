@@ -22,6 +22,11 @@ COLUMNS = (
     "id", "model", "hardware", "n_gpus", "parallelism", "precision", "batch_or_concurrency", "isl", "osl", "metric",
     "value", "unit", "source",
 )  # fmt: skip
+_FIELDS = (
+    "id", "model", "hardware", "devices", "parallelism", "precision", "load", "isl", "osl", "metric", "value", "unit",
+    "source",
+)  # fmt: skip
+"""Fields of a row, in the order of its columns."""
 _NEEDED = ("id", "model", "hardware", "metric")
 
 Quantity = Literal[
@@ -56,7 +61,7 @@ class Row:
 
     @property
     def quantity(self) -> Quantity:
-        return quantity_of(self.metric, self.id)
+        return quantity_of(self.metric)
 
     @property
     def kind(self) -> str:
@@ -114,8 +119,8 @@ _QUANTITIES: tuple[tuple[str, Quantity], ...] = (
 )  # fmt: skip
 
 
-def quantity_of(metric: str, row_id: str = "") -> Quantity:
-    """What a metric's name asks for; a throughput of a `cpu` row with one stream is its decode speed."""
+def quantity_of(metric: str) -> Quantity:
+    """What a metric's name asks for."""
     text = metric.lower()
     for pattern, quantity in _QUANTITIES:
         if re.search(pattern, text):
@@ -155,11 +160,12 @@ def parse_rows(text: str, name: str) -> tuple[Row, ...]:
     found = []
     for record in reader:
         clean = {(key or "").strip(): (value or "").strip() for key, value in record.items() if isinstance(value, str)}
-        cells = [clean.get(column, "") for column in COLUMNS]
-        if not any(cells):
+        cells = {name: clean.get(column, "") for name, column in zip(_FIELDS, COLUMNS, strict=True)}
+        if not any(cells.values()):
             continue
-        row_id = cells[0] or f"row-{reader.line_num}"
-        found.append(Row(row_id, *cells[1:10], _value(cells[10], row_id), *cells[11:]))
+        row_id = cells.pop("id") or f"row-{reader.line_num}"
+        value = _value(cells.pop("value"), row_id)
+        found.append(Row(id=row_id, value=value, **cells))
     return tuple(found)
 
 

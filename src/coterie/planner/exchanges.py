@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
-from coterie.planner.bayes import Case, Vector
+from coterie.planner.bayes import Case, Form, Vector
 from coterie.planner.data import Row
 from coterie.planner.named import device_of, larger_domain
 from coterie.planner.network import Exchange, Link, all_to_all, ranks_per_domain
@@ -60,8 +61,6 @@ def exchange_case(row: Row) -> tuple[Case, str]:
 
 def links_of(row: Row, said: Setup) -> HardwareSpec:
     """The device, with the network that the row names."""
-    from dataclasses import replace
-
     if not said.accelerators:
         raise SpecError(f"row {row.id} names no device")
     hw = larger_domain(device_of(said.accelerators[0][1]), row.hardware)
@@ -94,7 +93,7 @@ def value_bytes(precision: str, direction: str) -> float:
     return 2.0
 
 
-def latency_form(row: Row, said: Setup, hw: HardwareSpec, size: tuple[int, float]):  # type: ignore[no-untyped-def]
+def latency_form(row: Row, said: Setup, hw: HardwareSpec, size: tuple[int, float]) -> Form:
     """Log of the latency in the row's unit; size: ranks and tokens of each."""
     ranks, tokens = size
     hidden, top_k, _, _ = shape_of(row)
@@ -115,7 +114,7 @@ def latency_form(row: Row, said: Setup, hw: HardwareSpec, size: tuple[int, float
     return form
 
 
-def bandwidth_form(row: Row, hw: HardwareSpec, ranks: int):  # type: ignore[no-untyped-def]
+def bandwidth_form(row: Row, hw: HardwareSpec, ranks: int) -> Form:
     """Log of GB/s: of the link that is waited for, or "logical", bytes of all rows over the time of the slower link."""
     text = f"{row.metric} {row.parallelism}".lower()
     near = "nvlink" in text or (ranks <= hw.domain and "rdma" not in text)

@@ -1,8 +1,8 @@
 """Rows about models served by CPUs, alone or with accelerators beside, as cases of a fit.
 
 Experts (and without an accelerator all else) are read from the memory of the host's sockets at a share of its rate that
-engine, sockets and threads decide; prompts are computed at a share of the matrix units' peak, which differs most between
-engines. Not here: rows about accelerators alone (`questions`).
+engine, sockets and threads decide; prompts are computed at a share of the peak of matrix units or vectors, which
+differs most between engines. Not here: rows about accelerators alone (`questions`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from coterie.planner.bayes import Case, Vector
+from coterie.planner.bayes import Case, Form, Vector
 from coterie.planner.cost import Efficiency, price
 from coterie.planner.data import Row
 from coterie.planner.layout import WEIGHT_BYTES, Layout, WeightName
@@ -111,8 +111,8 @@ def parts(row: Row, said: Setup, machine: Machine, point: Point) -> tuple[list[O
     prefill = row.quantity in ("ttft", "prefill")
     ops = step_ops(spec, layout, None if prefill else point, point if prefill else None, absorbed=not prefill)
     kept = re.search(r"(\d+) experts on GPU", row.parallelism)
-    moe = next((layer.ffn for layer in spec.layers if hasattr(layer.ffn, "num_experts")), None)
-    away = float(kept[1]) / moe.num_experts if kept and moe else room_for_experts(spec, said, machine)  # type: ignore[union-attr]
+    moe = next((moe for _, moe in spec.moe_layers()), None)
+    away = float(kept[1]) / moe.num_experts if kept and moe else room_for_experts(spec, said, machine)
     own: list[Op] = []
     beside: list[Op] = []
     for op in ops:
@@ -141,7 +141,7 @@ def room_for_experts(spec: ModelSpec, said: Setup, machine: Machine) -> float:
     return min(1.0, max(0.0, free / max(experts * bytes_of(said.experts), 1.0)))
 
 
-def seconds_form(row: Row, said: Setup, machine: Machine, point: Point):  # type: ignore[no-untyped-def]
+def seconds_form(row: Row, said: Setup, machine: Machine, point: Point) -> Form:
     """Log of the value in the row's unit."""
     share = MATRIX_SHARE if machine.matrix else VECTOR_SHARE
     own, beside, layers = parts(row, said, machine, point)

@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from coterie.planner.bayes import Case, Vector
+from coterie.planner.bayes import Case, Form, Vector
 from coterie.planner.data import Row
 from coterie.planner.named import device_of
 from coterie.planner.phrases import Setup, setup
@@ -98,7 +98,7 @@ def work_of(row: Row, said: Setup) -> Work:
     raise SpecError(f"row {row.id} does not say what {row.model!r} computes")
 
 
-def time_form(row: Row, work: Work, hw: HardwareSpec):  # type: ignore[no-untyped-def]
+def time_form(row: Row, work: Work, hw: HardwareSpec) -> Form:
     """Log of a call's time in the row's unit."""
     scale = 1e3 if row.unit.lower().startswith("ms") else 1e6
 
@@ -110,7 +110,7 @@ def time_form(row: Row, work: Work, hw: HardwareSpec):  # type: ignore[no-untype
     return form
 
 
-def rate_form(row: Row, hw: HardwareSpec):  # type: ignore[no-untyped-def]
+def rate_form(row: Row, hw: HardwareSpec) -> tuple[str, Form]:
     """What reaches which rate, and its log in the row's unit: operations in 1e12, bytes in 1e9."""
     text = f"{row.model} {row.parallelism} {row.precision}".lower()
     memory = "b/s" in row.unit.lower()

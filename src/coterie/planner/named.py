@@ -62,7 +62,7 @@ def rough_model(name: str) -> ModelSpec | None:
     active = float(mixed[3]) * 1e9 if mixed else total
     layers = round(min(126, max(24, 20 * (active / 1e9) ** 0.33 if mixed else 12 * (active / 1e9) ** 0.44)))
     hidden = 256 * max(4, round((active / (14 * layers)) ** 0.5 / 256))
-    heads = max(8, hidden // 128)
+    heads = max(16, 16 * round(hidden / 2048))
     spec = AttentionSpec("gqa", heads, 8, 128, 128, 1.0, RopeSpec(128, 1e6, False))
     vocabulary = 150_000
     own = layers * hidden * 128 * (2 * heads + 16) + vocabulary * hidden
@@ -119,15 +119,17 @@ def device_of(text: str) -> HardwareSpec:
 
 @cache
 def host_of(text: str, matrix: bool) -> tuple[HardwareSpec, int]:
-    """One socket of a row's CPU, with the rate of its matrix units or of vectors, and its cores; "12ch DDR5-4800" in the
-    text beats the table."""
+    """One socket of a row's CPU, with the rate of its matrix units or of vectors, and its cores; "12ch DDR5-4800" in
+    the text beats the table."""
     usual = ("", 5.0, 9.0, 200.0, 32)
     _, tops, vector, rate, cores = next((host for host in _HOSTS if re.search(host[0], text, re.I)), usual)
     channels = re.search(r"(\d+)\s*ch[a-z]*\s*(?:DDR\d|MRDIMM)-(\d+)", text, re.I)
     if channels:
         rate = int(channels[1]) * int(channels[2]) * 8e-3
-    spec = HardwareSpec(name=re.sub(r"\s*(\(| class| MRDIMM).*", "", text), kind="cpu", bf16_tops=tops if matrix else vector,
-                        int8_tops=2 * tops if matrix else vector, memory_gb=768, memory_gbps=rate, domain=2)  # fmt: skip
+    spec = HardwareSpec(
+        name=re.sub(r"\s*(\(| class| MRDIMM).*", "", text), kind="cpu", bf16_tops=tops if matrix else vector,
+        int8_tops=2 * tops if matrix else vector, memory_gb=768, memory_gbps=rate, domain=2,
+    )  # fmt: skip
     return spec, cores
 
 

@@ -192,7 +192,7 @@ def _pools(row: Row, devices: int | None) -> tuple[Pool | None, Pool | None, boo
     return pool, pool, apart
 
 
-def formats_of(precision: str, engine: str) -> tuple[str, str]:
+def formats_of(precision: str) -> tuple[str, str]:
     """Formats of experts and of everything else: "fp8", "fp4", "int8", "int4", "bf16", or GGUF's as bits, "q4.8"."""
     text = precision.lower()
     gguf = re.search(r"(?:iq|q)(\d)_(\w+)", text)
@@ -275,7 +275,7 @@ def setup(row: Row) -> Setup:
         phase = "prefill"
     elif row.quantity == "decode" or re.match(r"decode", text, re.I):
         phase = "decode"
-    experts, others = formats_of(row.precision, engine)
+    experts, others = formats_of(row.precision)
     load = load_of(row.load)
     batch = _degree(r"decode bs (\d+)", text)
     if batch and load.per_rank is None:

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from coterie.planner.calibrate import CLASS_LEVEL, HARDWARE_LEVEL, Asked, Calibration, asked, family_of, shipped
 from coterie.planner.data import Row
 from coterie.planner.derived import derived
 from coterie.planner.quantity import Flag, Kind, Quantity
+from coterie.planner.served import PARAMETERS
 from coterie.spec.errors import SpecError
 
 BOX_MARGIN = 0.5
@@ -91,6 +94,20 @@ def flags_of(one: Asked, calibration: Calibration) -> tuple[Flag, ...]:
     if not same or not one.exact:
         flags.append("UNCALIBRATED")
     return tuple(flags)
+
+
+def suspect_speculation(row: Row) -> bool:
+    """Whether a measured time between tokens is shorter than a step without speculation, all rates at their peaks and
+    no constants, could be."""
+    if row.value is None or row.quantity != "tpot":
+        return False
+    one = asked(row)
+    fastest = np.array([_FASTEST.get(name, 0.0) for name in PARAMETERS])
+    return math.log(row.value) < one.case.form(fastest)
+
+
+_FASTEST = {"eta_m": 0.3, "eta_p": 1.2, "eta_a": 0.7, "layer": -9.0, "alpha": -9.0, "beta": 0.5, "exchange": 1.0,
+            "experts": 0.6, "rows": -9.0, "prompts": -9.0, "front": -9.0, "kappa": -9.0}  # fmt: skip
 
 
 def predict_all(rows: Sequence[Row], calibration: Calibration | None = None) -> list[Prediction]:

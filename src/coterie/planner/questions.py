@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from coterie.planner.bayes import Case
+from coterie.planner.bayes import Case, Vector
 from coterie.planner.data import Row
 from coterie.planner.layout import WEIGHT_BYTES
 from coterie.planner.named import architecture, device_of, larger_domain, layout_of, model_of, weight_name
@@ -45,14 +45,9 @@ PREFILL_TOKENS = 16384.0
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A case and its row. exact: the model is shipped, not guessed from its size. assumed: what the row did not say."""
+    """A row as a case. exact: its model is shipped, not guessed from its size. assumed: what the row did not say."""
 
-    row: Row
     case: Case
-    engine: str
-    architecture: str
-    hardware: str
-    model: str
     exact: bool
     assumed: tuple[str, ...]
 
@@ -60,26 +55,27 @@ class Question:
 def serving_question(row: Row, noise: float) -> Question:
     """A row about a model served on accelerators. Raises SpecError where it says too little or cannot be."""
     said = setup(row)
-    name, spec, exact = model_of(row.model)
+    _, spec, exact = model_of(row.model)
     served, assumed = served_of(row, said)
-    kind = architecture(spec)
-    mode = "apart" if served.apart else "wide" if served.decode.dp > 8 else "together"
-    quantity = {"tpot": "tpot", "speed": "tpot", "ttft": "ttft"}.get(row.quantity, row.quantity)
-    engine = said.engine
+    kind, engine, hardware = architecture(spec), said.engine, served.hw.name
+    mode = "apart" if served.apart else "wide" if served.decode.dp > NODE_DEVICES else "together"
+    quantity = "tpot" if row.quantity == "speed" else row.quantity
     labels = (
-        "all", engine, kind, served.hw.name, f"{engine}/{kind}", f"{engine}/{kind}/{served.hw.name}",
-        f"{engine}/{release(said.version)}/{mode}/{said.experts}", quantity, f"{engine}/{kind}/{served.hw.name}/{mode}/{quantity}",
+        "all", engine, kind, hardware, f"{engine}/{kind}", f"{engine}/{kind}/{hardware}",
+        f"{engine}/{release(said.version)}/{mode}/{said.experts}", quantity,
+        f"{engine}/{kind}/{hardware}/{mode}/{quantity}",
     )  # fmt: skip
     features = (
-        math.log(max(served.requests, 1)) / 1.5, math.log(max(served.isl, 1)) / 1.5, math.log(max(served.osl, 1)) / 2,
+        math.log(max(served.per_pool / served.decode.dp, 1)) / 1.5, math.log(max(served.isl, 1)) / 1.5, math.log(max(served.osl, 1)) / 2,
         math.log(served.decode.devices),
     )  # fmt: skip
-    timer = timer_of(row, said, served)
-    scale = scale_of(row, served)
+    timer, scale = timer_of(row, said, served), scale_of(row, said, served)
     log_value = math.log(row.value) if row.value else math.nan
-    case = Case(row.id, lambda z: math.log(timer(z) * scale) + sign(row) * z[-1], labels, features,
-                noise * (1.4 if assumed else 1.0), log_value)  # fmt: skip
-    return Question(row, case, engine, kind, served.hw.name, name, exact, assumed)
+
+    def form(z: Vector) -> float:
+        return math.log(timer(z) * scale) + sign(row) * float(z[-1])
+
+    return Question(Case(row.id, form, labels, features, noise * (1.4 if assumed else 1.0), log_value), exact, assumed)
 
 
 def sign(row: Row) -> float:
@@ -107,12 +103,12 @@ def timer_of(row: Row, said: Setup, served: Served) -> Timer:
     return form(served)
 
 
-def scale_of(row: Row, served: Served) -> float:
+def scale_of(row: Row, said: Setup, served: Served) -> float:
     """From SI and one device to the row's unit and its devices."""
     unit = row.unit.lower()
     if row.quantity in ("tpot", "ttft"):
         return 1e3 if unit.startswith("ms") else 1e6 if unit.startswith("us") else 1.0
-    shown = 1 / (1 - setup(row).hit) if "incl" in row.metric else 1.0
+    shown = 1 / (1 - said.hit) if "incl" in row.metric else 1.0
     if row.quantity == "speed" or row.per == "gpu":
         return shown
     pool = served.prefill if row.quantity == "prefill" else served.decode
@@ -145,8 +141,11 @@ def served_of(row: Row, said: Setup) -> tuple[Served, tuple[str, ...]]:
     if osl is None:
         osl = 1024.0
     context = said.context or isl + (osl / 2 if osl > 1 else 0)
-    served = Served(spec, hw, prefill, decode, pools[0].count, pools[1].count, said.disaggregated or said.phase != "both",
-                    isl, osl, context, 1.0, draft=said.drafts, accepted=said.accepted, overlap=said.overlap)  # fmt: skip
+    apart = said.disaggregated or said.phase != "both"
+    served = Served(
+        spec, hw, prefill, decode, pools[0].count, pools[1].count, apart, isl, osl, context, 1.0, draft=said.drafts,
+        accepted=said.accepted, overlap=said.overlap,
+    )  # fmt: skip
     wide = max(prefill.ep, decode.ep) > hw.domain
     if wide and not said.overlap and "before" not in row.parallelism:
         served = replace(served, overlap=True)
@@ -191,7 +190,7 @@ def requests_of(row: Row, said: Setup, served: Served) -> tuple[float, str]:
     if load.per_rank:
         return load.per_rank * served.decode.devices * served.decode_count, ""
     groups = served.decode.dp * served.decode_count
-    fits = capacity(served.model, served.hw, served.decode, served.isl + served.osl / 2) * served.decode_count
+    fits = capacity(served.model, served.hw, served.decode, (served.isl, served.osl)) * served.decode_count
     if load.open == "production":
         return min(fits, PRODUCTION_BATCH * groups), f"{PRODUCTION_BATCH:.0f} streams a group"
     if load.open == "max":

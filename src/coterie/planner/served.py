@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from coterie.planner.bayes import Vector
 from coterie.planner.cost import Efficiency, price
 from coterie.planner.layout import Layout
+from coterie.planner.memory import Load, budget
 from coterie.planner.named import architecture
 from coterie.planner.network import Link
 from coterie.planner.ops import Point, step_ops
@@ -22,7 +23,8 @@ from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec, MoESpec
 
 PARAMETERS = (
-    "eta_m", "eta_p", "eta_a", "layer", "alpha", "beta", "exchange", "experts", "rows", "prompts", "front", "kappa", "bias",
+    "eta_m", "eta_p", "eta_a", "layer", "alpha", "beta", "exchange", "experts", "rows", "prompts", "front", "kappa",
+    "bias",
 )  # fmt: skip
 """What z multiplies: shares of memory bandwidth, products and attention; the constant of a layer; latency of links, the
 share of them that all-reduces and that all-to-alls reach; `experts`, the share of bandwidth of routed experts; `rows`,
@@ -186,14 +188,7 @@ def total_rate(case: Served) -> Timer:
     return lambda z: tokens / (first(z) + max(case.osl - 1, 1) * token(z))
 
 
-def capacity(model: ModelSpec, hw: HardwareSpec, layout: Layout, length: float) -> float:
-    """Requests of `length` tokens that fit the memory of all devices of a layout, nine tenths of it used."""
-    from coterie.planner.layout import WEIGHT_BYTES
-
-    moe = sum(3 * model.hidden_size * ffn.intermediate_size * ffn.num_experts for _, ffn in model.moe_layers())
-    rest = (model.num_parameters - moe) * WEIGHT_BYTES[layout.attention or layout.weights]
-    own = rest / layout.tp + moe * WEIGHT_BYTES[layout.weights] * (1 / layout.devices)
-    row = model.kv_bytes_per_token(1 if layout.kv.startswith("fp8") else 2)
-    spec = model.layers[-1].attention
-    row = row / (min(layout.tp, spec.num_kv_heads) if spec.kind == "gqa" else 1)
-    return max(1.0, (0.9 * hw.memory_bytes - own) / (row * max(length, 1.0)) * layout.dp)
+def capacity(model: ModelSpec, hw: HardwareSpec, layout: Layout, lengths: tuple[float, float]) -> float:
+    """Requests with prompts and answers of these lengths that fit the devices of a layout; one where none does."""
+    load = Load(isl=round(lengths[0]), osl=max(1, round(lengths[1])))
+    return max(1.0, budget(model, hw, layout, load).b_cap.value)
