@@ -140,6 +140,14 @@ def test_more_load_and_longer_context_never_make_a_token_faster() -> None:
     assert value(isl="1024") < value(isl="8192")
 
 
+def test_a_full_prefill_pool_is_flagged() -> None:
+    pools = "trtllm disagg P1x(TP1 DP2 EP2) D1x(TP1 DP32 EP32) decode bs 64"
+    changes = {"parallelism": pools, "n_gpus": "34", "metric": "TTFT", "hardware": "GB200 NVL72", "isl": "8192"}
+    for load, full in (("64 concurrent", False), ("2048 concurrent", True)):
+        found = predict(question(**changes, batch_or_concurrency=load)).quantity
+        assert found is not None and ("SATURATED" in found.flags) == full
+
+
 def test_a_time_below_any_step_is_suspected_of_speculation() -> None:
     row = question()
     assert not suspect_speculation(Row(**{name: getattr(row, name) for name in Row.__slots__} | {"value": 16.0}))

@@ -18,7 +18,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from coterie.planner import exchanges, hosts, kernels, questions, served
-from coterie.planner.bayes import Case, Fit, Linear, Prior, fit
+from coterie.planner.bayes import Case, Fit, Form, Linear, Prior, fit
 from coterie.planner.data import Row, shipped_rows
 from coterie.planner.intervals import Miss, conformal
 from coterie.planner.phrases import parts_of
@@ -39,6 +39,7 @@ SERVED = Prior(
         (0.12, 0.20, 0.25, 0.15, 0.20, 0.20, 0.20, 0.00, 0.00, 0.00, 0.30, 0.00, 0.05),  # hardware
         (0.03, 0.25, 0.10, 0.10, 0.00, 0.00, 0.00, 0.10, 0.30, 0.05, 0.15, 0.10, 0.02),  # engine-architecture
         (0.05, 0.10, 0.00, 0.10, 0.00, 0.00, 0.00, 0.05, 0.15, 0.00, 0.15, 0.10, 0.02),  # engine-architecture-hardware
+        (0.03, 0.15, 0.05, 0.10, 0.00, 0.00, 0.00, 0.05, 0.20, 0.00, 0.15, 0.10, 0.03),  # engine-model
         (0.00, 0.40, 0.30, 0.20, 0.15, 0.15, 0.20, 0.10, 0.30, 0.00, 0.35, 0.15, 0.03),  # release
         (0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.02),  # quantity
         (0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.02),  # run
@@ -63,13 +64,15 @@ HARDWARE_LEVEL: Mapping[Family, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A row as a case of its family. exact: its model is described, not guessed. assumed: what the row did not say."""
+    """A row as a case of its family. exact: its model is described, not guessed. assumed: what the row did not say.
+    busy: share of the time that prompts are computed, of a served model."""
 
     row: Row
     family: Family
     case: Case
     assumed: tuple[str, ...] = ()
     exact: bool = True
+    busy: Form | None = None
 
 
 def family_of(row: Row) -> Family | None:
@@ -89,7 +92,7 @@ def asked(row: Row) -> Asked:
     family = family_of(row)
     if family == "served":
         question = questions.serving_question(row, NOISE.get(row.kind, NOISE["svc"]))
-        return Asked(row, family, question.case, question.assumed, question.exact)
+        return Asked(row, family, question.case, question.assumed, question.exact, question.busy)
     forms: Mapping[str, Callable[[Row], tuple[Case, str]]] = {
         "host": hosts.host_case, "exchange": exchanges.exchange_case, "kernel": kernels.kernel_case,
     }  # fmt: skip
@@ -162,9 +165,10 @@ def run_of(one: Asked) -> str:
 
 
 def model_of_row(one: Asked) -> str:
-    return (
-        one.row.model.split(" (")[0].replace("DeepSeek-R1/V3", "DeepSeek-R1").replace("DeepSeek-V3/R1", "DeepSeek-R1")
-    )
+    """Models of one shape are one: V3 and R1."""
+    if one.family == "served":
+        return one.case.labels[PRIORS[one.family].levels.index("engine-model")].rpartition("/")[2]
+    return one.row.model.split(" (")[0]
 
 
 def hardware_of_row(one: Asked) -> str:

@@ -1,8 +1,8 @@
 """Answers to rows whose value is blank: value, 80 % interval, how far to trust it, or why there is no answer.
 
-Fitted kinds come from `calibrate`; imbalance and the reference paper's simulated values are derived here. A row is
-EXTRAPOLATED outside the box of its class's measurements or on a device that none of them used, UNCALIBRATED if no
-measurement has its class, SATURATED if prompts arrive as fast as they can be computed. Not here: scores (`score`).
+Fitted kinds come from `calibrate`; imbalance and the reference paper's simulated values from `derived`. A row is
+EXTRAPOLATED outside the box of its class's measurements or with a device or model that none of them had, UNCALIBRATED
+if no measurement has its class, SATURATED if prompts arrive as fast as they can be computed. Not here: scores.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from coterie.planner.quantity import Flag, Kind, Quantity
 from coterie.planner.served import PARAMETERS
 from coterie.spec.errors import SpecError
 
+BUSIEST = 0.9
 BOX_MARGIN = 0.5
 """Length scales beyond the outermost measurement of a class that still count as inside."""
 
@@ -67,10 +68,10 @@ def fitted(one: Asked, calibration: Calibration) -> Quantity:
     fit = calibration.fits[one.family]
     answer = fit.answer(one.case)
     flags = flags_of(one, calibration)
-    known = "UNCALIBRATED" not in flags
+    known = not set(flags) & {"EXTRAPOLATED", "UNCALIBRATED"}
     spread = math.hypot(answer.spread, one.case.noise) * calibration.factor(one.row.kind, known=known)
     value = math.exp(answer.mean)
-    kind: Kind = "calibrated" if known and "EXTRAPOLATED" not in flags else "extrapolated"
+    kind: Kind = "calibrated" if known else "extrapolated"
     return Quantity(
         value, one.row.unit, kind, f"fit-{one.family}", value / math.exp(spread), value * math.exp(spread), flags
     )
@@ -89,10 +90,13 @@ def flags_of(one: Asked, calibration: Calibration) -> tuple[Flag, ...]:
         <= max(row.features[axis] for row in same) + BOX_MARGIN
         for axis, value in enumerate(one.case.features)
     )
-    if outside or not members[HARDWARE_LEVEL[one.family]] or not one.exact:
+    new = not members[HARDWARE_LEVEL[one.family]] or not members.get("engine-model", 1)
+    if outside or new or not one.exact:
         flags.append("EXTRAPOLATED")
     if not same or not one.exact:
         flags.append("UNCALIBRATED")
+    if one.row.quantity == "ttft" and one.busy is not None and one.busy(fit.z_of(one.case.labels)) > BUSIEST:
+        flags.append("SATURATED")
     return tuple(flags)
 
 

@@ -19,6 +19,7 @@ from coterie.planner.phrases import Pool, Setup, setup
 from coterie.planner.served import (
     Served,
     Timer,
+    busy_share,
     capacity,
     first_token_timer,
     output_rate,
@@ -31,8 +32,8 @@ from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec, MoESpec
 
 LEVELS = (
-    "all", "engine", "architecture", "hardware", "engine-architecture", "engine-architecture-hardware", "release",
-    "quantity", "run",
+    "all", "engine", "architecture", "hardware", "engine-architecture", "engine-architecture-hardware", "engine-model",
+    "release", "quantity", "run",
 )  # fmt: skip
 NODE_DEVICES = 8
 LARGEST_BATCH = 2048.0
@@ -45,9 +46,11 @@ PREFILL_TOKENS = 16384.0
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A row as a case. exact: its model is shipped, not guessed from its size. assumed: what the row did not say."""
+    """A row as a case. exact: its model is shipped, not guessed from its size. assumed: what the row did not say. busy:
+    share of the time that prompts are computed."""
 
     case: Case
+    busy: Timer
     exact: bool
     assumed: tuple[str, ...]
 
@@ -62,12 +65,12 @@ def serving_question(row: Row, noise: float) -> Question:
     quantity = "tpot" if row.quantity == "speed" else row.quantity
     labels = (
         "all", engine, kind, hardware, f"{engine}/{kind}", f"{engine}/{kind}/{hardware}",
-        f"{engine}/{release(said.version)}/{mode}/{said.experts}", quantity,
-        f"{engine}/{kind}/{hardware}/{mode}/{quantity}",
+        f"{engine}/{spec.num_parameters / 1e9:.1f}B", f"{engine}/{release(said.version)}/{mode}/{said.experts}",
+        quantity, f"{engine}/{kind}/{hardware}/{mode}/{quantity}",
     )  # fmt: skip
     features = (
-        math.log(max(served.per_pool / served.decode.dp, 1)) / 1.5, math.log(max(served.isl, 1)) / 1.5, math.log(max(served.osl, 1)) / 2,
-        math.log(served.decode.devices),
+        math.log(max(served.per_pool / served.decode.dp, 1)) / 1.5, math.log(max(served.isl, 1)) / 1.5,
+        math.log(max(served.osl, 1)) / 2, math.log(served.decode.devices),
     )  # fmt: skip
     timer, scale = timer_of(row, said, served), scale_of(row, said, served)
     log_value = math.log(row.value) if row.value else math.nan
@@ -75,7 +78,8 @@ def serving_question(row: Row, noise: float) -> Question:
     def form(z: Vector) -> float:
         return math.log(timer(z) * scale) + sign(row) * float(z[-1])
 
-    return Question(Case(row.id, form, labels, features, noise * (1.4 if assumed else 1.0), log_value), exact, assumed)
+    case = Case(row.id, form, labels, features, noise * (1.4 if assumed else 1.0), log_value)
+    return Question(case, busy_share(served), exact, assumed)
 
 
 def sign(row: Row) -> float:

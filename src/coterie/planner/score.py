@@ -73,13 +73,13 @@ def left_out(known: Sequence[Asked], calibration: Calibration, how: Callable[[As
 
 
 def tallies_of(found: Sequence[Prediction]) -> tuple[Tally, ...]:
-    """By kind, in the order of KINDS; the kinds of TPOT and TTFT on accelerators alone are also split by class."""
+    """By kind, in the order of KINDS; TPOT also by whether its answer is flagged."""
     by_kind: dict[str, list[Prediction]] = defaultdict(list)
     for each in found:
         by_kind[each.row.kind].append(each)
         if each.row.kind == "tpot" and each.quantity is not None:
-            known = "UNCALIBRATED" not in each.quantity.flags
-            by_kind[f"tpot, {'class known' if known else 'class unknown'}"].append(each)
+            known = not each.quantity.flags
+            by_kind[f"tpot, {'calibrated' if known else 'flagged'}"].append(each)
     order = [name for kind in KINDS for name in by_kind if name.split(",")[0] == kind]
     return tuple(_tally(name, by_kind[name]) for name in order)
 

@@ -165,6 +165,19 @@ def first_token_timer(case: Served) -> Timer:
     return seconds
 
 
+def busy_share(case: Served) -> Timer:
+    """Share of the time that the prefill pools compute, by Little's law; above 0.9 a queue decides and TTFT means
+    little."""
+    token, prompt = token_timer(case), prefill_timer(replace(case, prompts=1.0, overlap=False))
+    groups = case.prefill_count * case.prefill.dp
+
+    def share(z: Vector) -> float:
+        own = prompt(z)
+        return case.requests / groups * own / (case.osl * token(z) + own)
+
+    return share
+
+
 def prefill_rate(case: Served) -> Timer:
     """Prompt tokens a second of one device."""
     prompt = prefill_timer(case)
