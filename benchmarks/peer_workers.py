@@ -45,18 +45,18 @@ def children(pid: int) -> list[int]:
 
 
 class Coterie:
-    """Ours: the engine core, in this thread. `config`: fields of EngineConfig."""
+    """Ours: the engine core, in this thread. `config`: options as LLM takes them."""
 
     def __init__(self, model: str, config: dict[str, Any], longest: int, streams: int) -> None:
         from coterie.engine.build import build_engine
-        from coterie.engine.config import EngineConfig
+        from coterie.engine.config import engine_config
 
         pages = -(-(longest + SLACK) // 64) * 64
         settings = {
             "max_model_len": longest + SLACK, "kv_cache_tokens": pages * (streams + 1), "max_running_requests": 64,
             **config,
         }  # fmt: skip
-        self.core, self.info = build_engine(model, EngineConfig(**settings))
+        self.core, self.info = build_engine(model, engine_config(settings))
         self.vocab = self.core.vocab_size
         self._serial = 0
 

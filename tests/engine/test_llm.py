@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from mock_engine import MockRunner, greedy, logits_after, make_core, make_llm
 from tiny_tokenizers import byte_tokenizer
 
 from coterie import LLM, SamplingParams
-from coterie.engine.config import EngineConfig
+from coterie.engine.config import OPTION_NAMES
 from coterie.engine.errors import InvalidRequest
 from coterie.engine.llm import EngineOptions
 from coterie.engine.output import ChoiceDelta, PromptInfo
@@ -26,7 +25,7 @@ TINY: Any = {"load_format": "dummy", "threads": 1, "max_model_len": 128, "page_s
 
 
 def test_options_are_the_config() -> None:
-    assert set(EngineOptions.__annotations__) == {field.name for field in fields(EngineConfig)}
+    assert set(EngineOptions.__annotations__) == OPTION_NAMES
 
 
 def test_text_and_ids_one_and_many(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from coterie.kernels.machine import machine
 from coterie.kernels.native import NativeKernels
 from coterie.model.shipped import shipped_model_path
 from coterie.spec.errors import CoterieError
+from coterie.spec.weights import QuantPlan
 
 PROMPT = list(range(30, 62))
 SMALL: Any = {"threads": 1, "max_model_len": 128}
@@ -81,7 +82,7 @@ def test_a_tied_head_becomes_an_int8_copy() -> None:
 
 
 def test_the_load_report_says_what_was_rounded() -> None:
-    core, info = build.build_engine(shipped_model_path(), EngineConfig(experts="int4", **SMALL))
+    core, info = build.build_engine(shipped_model_path(), EngineConfig(quant=QuantPlan("int4"), **SMALL))
     assert core is not None
     (line,) = (line for line in info.load_lines if "int4 g32" in line)
     found = re.fullmatch(r"\d+ tensors BF16 -> int4 g32: rounded, relative error (0\.\d+)", line)

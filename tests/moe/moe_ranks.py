@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from coterie.moe.dispatch import Dispatcher
 from coterie.moe.experts import Experts
 from coterie.moe.layer import MoELayer
 from coterie.moe.router import Router
+from coterie.moe.travel import Travel
 from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 from coterie.spec.model import MoESpec
 from coterie.spec.placement import ExpertPlacement
-from coterie.spec.weights import F32, MatrixSpec
+from coterie.spec.weights import F32, MatrixSpec, WeightFormat
 
-HIDDEN, INNER, EXPERTS, TOP_K = 24, 10, 8, 3
+HIDDEN, INNER, EXPERTS, TOP_K = 70, 24, 8, 3
 SPEC = MoESpec(EXPERTS, TOP_K, INNER, scoring="sigmoid", correction_bias=True, normalize=True, norm_epsilon=1e-20)
 REDUNDANT = np.array([[5, 0, 2, 7, 1, 4, 3, 5, 6, 0, 5, 3]])
 """Four ranks with three slots each; experts 0, 3 and 5 have copies."""
@@ -39,14 +41,26 @@ def make_exchange(transport: Transport, table: ExpertPlacement, policy: FormPoli
     return Exchange(Mesh.of(transport, table.node_of_rank), table, policy)
 
 
-def make_layer(kernels: Any, exchange: Exchange | None, load: ExpertLoad | None, skew: str = "") -> MoELayer:
+@dataclass(frozen=True)
+class Precision:
+    """Of the experts' weights, and whether their outputs are summed as bf16 values."""
+
+    format: WeightFormat = F32
+    rounded: bool = False
+
+
+def make_layer(
+    kernels: Any, exchange: Exchange | None, load: ExpertLoad | None, skew: str = "", precision: Precision = Precision()
+) -> MoELayer:
     """The layer of one rank. `skew`: "one expert" draws every token's first choice to expert 5."""
     rng = np.random.default_rng(7)
 
-    def bank(count: int, rows: int, cols: int, keep: list[int] | None = None, segments: int = 1) -> Any:
+    def bank(
+        count: int, rows: int, cols: int, keep: list[int] | None = None, segments: int = 1, format: WeightFormat = F32
+    ) -> Any:
         values = (rng.normal(size=(count, rows, cols)) / np.sqrt(cols)).astype(np.float32)
         keep = list(range(count)) if keep is None else keep
-        (out,) = kernels.allocate(len(keep), MatrixSpec(rows, cols, F32, segments))
+        (out,) = kernels.allocate(len(keep), MatrixSpec(rows, cols, format, segments))
         for index, expert in enumerate(keep):
             kernels.fill(out, index, 0, values[expert])
         return out
@@ -60,10 +74,12 @@ def make_layer(kernels: Any, exchange: Exchange | None, load: ExpertLoad | None,
         bias[5] = 100
     if skew == "one rank":
         bias[:3] = 100
-    experts = Experts(bank(EXPERTS, 2 * INNER, HIDDEN, own, 2), bank(EXPERTS, HIDDEN, INNER, own), kernels)
-    shared = Experts(bank(1, 2 * INNER, HIDDEN, None, 2), bank(1, HIDDEN, INNER), kernels)
+    kind = precision.format
+    gate_up, down = bank(EXPERTS, 2 * INNER, HIDDEN, own, 2, kind), bank(EXPERTS, HIDDEN, INNER, own, 1, kind)
+    experts = Experts(gate_up, down, kernels)
+    shared = Experts(bank(1, 2 * INNER, HIDDEN, None, 2, kind), bank(1, HIDDEN, INNER, None, 1, kind), kernels)
     router = Router(SPEC, gate, kernels.vector(bias.astype(np.float32)), kernels)
-    dispatcher = Dispatcher(EXPERTS, kernels, exchange)
+    dispatcher = Dispatcher(EXPERTS, kernels, exchange, 0, Travel(kernels, gate_up, rounded=precision.rounded))
     return MoELayer(0, router, dispatcher, experts, shared, None, kernels, StageTimer(), load)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_ranks import EXPERTS, TOP_K, make_exchange, make_layer, placement, stages, tokens
+from moe_ranks import EXPERTS, HIDDEN, TOP_K, make_exchange, make_layer, placement, stages, tokens
 
 from coterie.comm.exchange import Exchange, FormName, FormPolicy
 from coterie.comm.local import LocalTransport
@@ -259,7 +259,7 @@ def test_the_form_follows_the_links() -> None:
 def test_an_infinity_stays_its_own() -> None:
     """Sums of unequal length are padded; another token's infinite output must not reach them."""
     for form in REDUCED:
-        x = np.concatenate([np.full((1, 24), 1e38, np.float32), tokens(12)])
+        x = np.concatenate([np.full((1, HIDDEN), 1e38, np.float32), tokens(12)])
         (out,) = drive_all([stages(KERNELS, make_layer(KERNELS, None, None), x[1:])])
         got = np.concatenate(Ranks(4, FormPolicy(form), copies=True).run(parts_of(x, (4, 3, 3, 3))))
         assert not np.isfinite(got[0]).all()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import click
@@ -21,7 +20,7 @@ from coterie.cli.common import Timing, engine_options, error_console, sampling_o
 from coterie.cli.parallel import parallel_options
 from coterie.cli.remote import RemoteServer, Show
 from coterie.cli.session import LocalEngine
-from coterie.engine.config import EngineConfig
+from coterie.engine.config import OPTION_NAMES
 from coterie.server.parts import Part
 from coterie.spec.errors import CoterieError
 
@@ -59,11 +58,11 @@ def chat(**values: Any) -> None:
 
 def refuse_engine_flags(context: click.Context) -> None:
     """A server has chosen how its model runs; a flag that could change nothing is refused, not passed over."""
-    names = {field.name for field in fields(EngineConfig)}
     given = [
         parameter.opts[0]
         for parameter in context.command.params
-        if parameter.name in names and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+        if parameter.name in OPTION_NAMES
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     ]
     if given:
         raise click.UsageError(f"{', '.join(given)} has no effect on a server; set it where the server is started")

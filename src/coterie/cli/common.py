@@ -1,7 +1,7 @@
 """What the verbs share: the engine's flags, the model argument, progress while loading, and how speed is said.
 
-The flags mirror `EngineConfig` field by field; defaults and choices are read from it, so that help and config
-cannot disagree. Not a place for verbs, except `version`, which has no file of its own.
+The flags mirror `EngineConfig` and its weight formats field by field; defaults and choices are read from it, so that
+help and config cannot disagree. Not a place for verbs, except `version`, which has no file of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from types import TracebackType
@@ -25,10 +25,12 @@ from rich.table import Table
 
 from coterie import __version__
 from coterie.cli.main import debug_option
-from coterie.engine.config import EngineConfig
+from coterie.engine.config import OPTION_NAMES, EngineConfig
+from coterie.engine.config import engine_config as config_of
 from coterie.engine.messages import SamplingParams
 from coterie.model.gguf_file import find_gguf, local_path
 from coterie.spec.errors import CoterieError
+from coterie.spec.weights import QuantPlan
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -48,8 +50,9 @@ class FiniteRange(click.FloatRange):
 
 
 def choice(field_name: str) -> click.Choice[str]:
-    """The values that an EngineConfig field's Literal allows."""
-    return click.Choice([str(value) for value in get_args(get_type_hints(EngineConfig)[field_name])])
+    """The values that the Literal of a field of EngineConfig or of its weight formats allows."""
+    hints = get_type_hints(EngineConfig) | get_type_hints(QuantPlan)
+    return click.Choice([str(value) for value in get_args(hints[field_name])])
 
 
 ENGINE_OPTIONS: tuple[Decorator, ...] = (
@@ -57,17 +60,20 @@ ENGINE_OPTIONS: tuple[Decorator, ...] = (
                  help="native: C++ on numpy arrays. reference: torch, slow, the oracle."),
     click.option("--dtype", type=choice("dtype"), default=DEFAULTS.dtype, show_default=True,
                  help="Weights in memory; auto keeps what the files hold."),
-    click.option("--experts", type=choice("experts"), default=DEFAULTS.experts, show_default=True,
+    click.option("--experts", type=choice("experts"), default=DEFAULTS.quant.experts, show_default=True,
                  help="Feed-forward weights in memory, quantised while loading; auto keeps what the files hold."),
-    click.option("--attention", type=choice("attention"), default=DEFAULTS.attention, show_default=True,
+    click.option("--attention", type=choice("attention"), default=DEFAULTS.quant.attention, show_default=True,
                  help="Attention projections in memory."),
-    click.option("--head", type=choice("head"), default=DEFAULTS.head, show_default=True,
+    click.option("--head", type=choice("head"), default=DEFAULTS.quant.head, show_default=True,
                  help="Output head in memory; a tied one becomes a copy beside the embedding."),
-    click.option("--group", type=choice("group"), default=str(DEFAULTS.group), show_default=True,
+    click.option("--group", type=choice("group"), default=str(DEFAULTS.quant.group), show_default=True,
                  callback=lambda context, parameter, value: int(value),
                  help="Inputs that share a scale in int8 and int4 weights."),
     click.option("--kv-cache-dtype", type=choice("kv_cache_dtype"), default=DEFAULTS.kv_cache_dtype, show_default=True,
                  help="Cache rows. int8: about half of bfloat16; MLA's rope part stays bfloat16."),
+    click.option("--exchange-dtype", type=choice("exchange_dtype"), default=DEFAULTS.exchange_dtype, show_default=True,
+                 help="Routed experts' outputs before they are summed, on any number of ranks; bfloat16 halves what "
+                      "comes back from other ranks."),
     click.option("--load-format", type=choice("load_format"), default=DEFAULTS.load_format, show_default=True,
                  help="dummy: random weights, config.json is enough."),
     click.option("--max-model-len", "--context-length", "--ctx-size", "-c", "max_model_len", type=AT_LEAST_ONE,
@@ -144,8 +150,7 @@ def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:
     """Build the EngineConfig from a command's values."""
-    names = {field.name for field in fields(EngineConfig)}
-    return EngineConfig(**{name: value for name, value in values.items() if name in names})
+    return config_of({name: value for name, value in values.items() if name in OPTION_NAMES})
 
 
 def model_folder(values: Mapping[str, Any]) -> str | None:

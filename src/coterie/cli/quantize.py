@@ -40,7 +40,8 @@ WIDTH = 140
               help="Feed-forward weights: routed and shared experts, dense layers.")
 @click.option("--attention", type=choice("attention"), default="auto", show_default=True, help="Its projections.")
 @click.option("--head", type=choice("head"), default="auto", show_default=True, help="The output head.")
-@click.option("--group", type=choice("group"), default=str(DEFAULTS.group), show_default=True,
+@click.option("--group", type=choice("group"), default=str(DEFAULTS.quant.group), show_default=True,
+              callback=lambda context, parameter, value: int(value),
               help="Inputs that share a scale in int8 and int4 weights.")
 @click.option("--dtype", type=choice("dtype"), default="auto", show_default=True, help="Weights that stay unquantised.")
 @click.option("--overwrite", is_flag=True, help="Replace a packed model in OUT, or an interrupted run.")
@@ -72,7 +73,7 @@ def quantize(paths: tuple[Path, ...], **values: Any) -> None:
     kernels, _ = select("native", threads=values["threads"], isa=values["isa"])
     assert isinstance(kernels, NativeKernels)
     options = PackOptions(
-        quant=QuantPlan(values["experts"], values["attention"], values["head"], int(values["group"])),
+        quant=QuantPlan(values["experts"], values["attention"], values["head"], values["group"]),
         dtype=values["dtype"],
         max_file_bytes=values["max_file_bytes"],
         overwrite=values["overwrite"],

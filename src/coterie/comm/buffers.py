@@ -29,9 +29,10 @@ class Lease:
         """The first `count` rows of `width` bytes."""
         return self._buffer[: count * width].reshape(count, width)
 
-    def floats(self, count: int, width: int) -> NDArray[np.float32]:
-        """The first `count` rows of `width` float32 values."""
-        return self._buffer[: count * width * 4].view(np.float32).reshape(count, width)
+    @property
+    def whole(self) -> Bytes:
+        """All of it, at least what was asked for."""
+        return self._buffer
 
     def release(self) -> None:
         """Give it back; nobody may look at it after this."""

@@ -26,8 +26,8 @@ FORMS: tuple[FormName, ...] = get_args(FormName)
 COUNTED, FIXED = len(FORMS), len(FORMS) + 1
 """What a header says beside the forms: counts of experts, or the one header of the form of fixed capacity."""
 
-WORDS = 4
-"""Of a header that must be equal on all ranks: form, layer, version of the placement, bytes of a row."""
+WORDS = 5
+"""Of a header that must be equal on all ranks: form, layer, version of the placement, bytes of a row out and back."""
 
 HEAD = WORDS + live.WORDS
 """With what a rank says of its own speed."""
@@ -134,9 +134,9 @@ class Exchange:
         slots = self.placement.slots_of_rank(self.mesh.world.rank)
         return range(slots.start, slots.stop)
 
-    def header(self, kind: int, layer: int, width: int) -> list[int]:
-        """First words of what a rank sends ahead, the same on all ranks."""
-        return [kind, layer, self.version, width]
+    def header(self, kind: int, layer: int, width: int, back: int) -> list[int]:
+        """First words of what a rank sends ahead, the same on all ranks; bytes of a row on both ways."""
+        return [kind, layer, self.version, width, back]
 
     def check(self, gathered: Int64, expected: list[int]) -> None:
         """Refuse headers [R, >= 4] that differ: the ranks are not in the same exchange."""
@@ -147,7 +147,7 @@ class Exchange:
 
             def say(words: list[int]) -> str:
                 kind = names[words[0]] if 0 <= words[0] < len(names) else str(words[0])
-                return f"{kind}, layer {words[1]}, placement {words[2]}, rows of {words[3]} bytes"
+                return f"{kind}, layer {words[1]}, placement {words[2]}, rows of {words[3]} bytes, {words[4]} back"
 
             raise TransportError(
                 f"rank {wrong[0]} is in another exchange: {say(other)}; rank {self.mesh.world.rank}: {say(expected)}"

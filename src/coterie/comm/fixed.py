@@ -32,11 +32,11 @@ class Messages(NamedTuple):
 
 
 class FixedMessages:
-    """The layout for rows of `width` bytes of one layer."""
+    """The layout for rows of `width` bytes of one layer, whose outputs come back in rows of `back` bytes."""
 
-    def __init__(self, width: int, exchange: Exchange, layer: int) -> None:
+    def __init__(self, width: int, back: int, exchange: Exchange, layer: int) -> None:
         self.width, self.capacity, self.exchange = width, exchange.policy.capacity, exchange
-        self.header = exchange.header(FIXED, layer, width)
+        self.header = exchange.header(FIXED, layer, width, back)
 
     def _head(self, experts: int) -> int:
         """Header words and the rows that they take."""

@@ -1,6 +1,7 @@
 """What travels in an exchange and in which order: packed rows, who needs which, and the way back. Host integers only.
 
-A packed row is one byte row: the token's activations, its K slot ids and, in forms that sum on the way, its K weights.
+A packed row is one byte row: the token's row as it travels, its K slot ids and, in forms that sum on the way, its K
+weights.
 Plans are permutations of rows; `moe.forms` moves rows by them and lets the kernels do the arithmetic.
 Letters: T tokens, K experts per token, D destinations, M rows sent, N rows received, P (row, slot) pairs computed here.
 """
@@ -22,37 +23,35 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Bytes of a packed row: float32 [hidden], int32 slots [K], float32 weights [K] if `weighted`."""
+    """Bytes of a packed row: the row itself (`body` of them, a multiple of four), int32 slots [K], float32 weights [K]
+    if `weighted`."""
 
-    hidden: int
+    body: int
     top_k: int
     weighted: bool = False
 
     @property
     def width(self) -> int:
         """Bytes of a row."""
-        return 4 * (self.hidden + self.top_k * (2 if self.weighted else 1))
+        return self.body + 4 * self.top_k * (2 if self.weighted else 1)
 
-    def pack(self, rows: Floats, slots: NDArray[np.int32], weights: Floats, out: Bytes) -> Bytes:
-        """Rows of all tokens [T, width]."""
-        words = out.view(np.float32)
-        words[:, : self.hidden] = rows
-        words[:, self.hidden : self.hidden + self.top_k].view(np.int32)[:] = slots
+    def address(self, packed: Bytes, slots: NDArray[np.int32], weights: Floats) -> None:
+        """Write where each packed row [T, width] goes."""
+        self.slots(packed)[:] = slots
         if self.weighted:
-            words[:, self.hidden + self.top_k :] = weights
-        return out
+            packed.view(np.float32)[:, self.body // 4 + self.top_k :] = weights
 
-    def activations(self, packed: Bytes) -> Floats:
-        """A view [N, hidden]."""
-        return packed.view(np.float32)[:, : self.hidden]
+    def bodies(self, packed: Bytes) -> NDArray[np.uint32]:
+        """The rows themselves: a view [N, body / 4]."""
+        return packed.view(np.uint32)[:, : self.body // 4]
 
     def slots(self, packed: Bytes) -> NDArray[np.int32]:
         """A view [N, K]."""
-        return packed.view(np.int32)[:, self.hidden : self.hidden + self.top_k]
+        return packed.view(np.int32)[:, self.body // 4 : self.body // 4 + self.top_k]
 
     def weights(self, packed: Bytes) -> Floats:
         """A copy [N, K] (of no columns unless weighted)."""
-        return packed.view(np.float32)[:, self.hidden + self.top_k :].copy()
+        return packed.view(np.float32)[:, self.body // 4 + self.top_k :].copy()
 
 
 class FanOut(NamedTuple):

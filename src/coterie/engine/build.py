@@ -150,7 +150,7 @@ def build_engine(
     timer, group = StageTimer(), None
     if split.size > 1:  # a stand-in, until the rank joins its own
         group = TensorGroup(LocalTransport.group(split.size)[split.rank], kernels, timer)
-    runtime = Runtime(kernels, LocalTransport(), timer, load, group=group)
+    runtime = Runtime(kernels, LocalTransport(), timer, load, group=group, exchange_dtype=config.exchange_dtype)
     runner = _runner(spec, loaded, resolved, config, runtime)
     limits = SchedulerLimits(
         token_budget=config.chunked_prefill_size,

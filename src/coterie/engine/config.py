@@ -1,16 +1,22 @@
 """EngineConfig and ServiceConfig: what a user may choose about an engine, frozen.
 
-`engine/resolve.py` resolves the first against a model; `engine/classes.py` makes shares of the second.
+`engine/resolve.py` resolves the first against a model; `engine/classes.py` makes shares of the second. Users name the
+weight formats beside the other fields (`--experts`, LLM(experts=...)): `engine_config` sorts names into both values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from coterie.engine.messages import ServiceClass
 from coterie.spec.errors import CoterieError
-from coterie.spec.weights import DenseChoice, ExpertsChoice, QuantPlan
+from coterie.spec.parallel import ExchangeDtype
+from coterie.spec.weights import QuantPlan
+
+AS_STORED = QuantPlan()
+"""Weights as the files hold them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +25,8 @@ class EngineConfig:
 
     chunked_prefill_size: token budget of one step (prompt chunks and decode rows together).
     kv_cache_tokens: capacity of the cache in tokens; None derives it from `mem_fraction_static` of free memory, bounded
-    by max_running_requests * max_model_len.
+    by max_running_requests * max_model_len. quant: weight formats. exchange_dtype: of routed experts' outputs before
+    they are summed, on any number of ranks: on their way back from other ranks bfloat16 is half the bytes.
     """
 
     backend: Literal["native", "reference"] = "native"
@@ -38,15 +45,21 @@ class EngineConfig:
     isa: Literal["auto", "generic", "avx2", "avx512", "amx"] = "auto"
     seed: int = 0
     strict: bool = False
-    experts: ExpertsChoice = "auto"
-    attention: DenseChoice = "auto"
-    head: DenseChoice = "auto"
-    group: Literal[16, 32, 64, 128] = 32
+    quant: QuantPlan = AS_STORED
+    exchange_dtype: ExchangeDtype = "float32"
 
-    @property
-    def quant(self) -> QuantPlan:
-        """The weight formats asked for."""
-        return QuantPlan(self.experts, self.attention, self.head, self.group)
+
+FORMAT_NAMES = frozenset(field.name for field in fields(QuantPlan))
+OPTION_NAMES = FORMAT_NAMES | {field.name for field in fields(EngineConfig)} - {"quant"}
+"""What users name: fields of EngineConfig and of its weight formats."""
+
+
+def engine_config(options: Mapping[str, Any], base: EngineConfig | None = None) -> EngineConfig:
+    """`base` (the defaults) with some of `OPTION_NAMES` changed. Raises TypeError for an unknown name."""
+    base = base or EngineConfig()
+    formats = {name: value for name, value in options.items() if name in FORMAT_NAMES}
+    rest = {name: value for name, value in options.items() if name not in FORMAT_NAMES}
+    return replace(replace(base, **rest), quant=replace(base.quant, **formats)) if formats else replace(base, **rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

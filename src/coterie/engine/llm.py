@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from coterie.engine.admission import Door
 from coterie.engine.build import ModelSource, Progress, build_engine
-from coterie.engine.config import EngineConfig
+from coterie.engine.config import EngineConfig, engine_config
 from coterie.engine.core import EngineCore
 from coterie.engine.errors import InvalidRequest
 from coterie.engine.messages import SamplingParams, Stats
@@ -26,13 +25,14 @@ from coterie.engine.output import RequestOutput
 from coterie.engine.tracker import News, TrackedRequest, Tracker, collect
 from coterie.model.shipped import shipped_model_path
 from coterie.spec.errors import CoterieError
+from coterie.spec.parallel import ExchangeDtype
 from coterie.spec.weights import DenseChoice, ExpertsChoice
 
 Prompt = str | Sequence[int]
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of EngineConfig, as keyword arguments of LLM."""
+    """The fields of EngineConfig and of its weight formats, as keyword arguments of LLM."""
 
     backend: Literal["native", "reference"]
     dtype: Literal["auto", "float32", "bfloat16"]
@@ -54,6 +54,7 @@ class EngineOptions(TypedDict, total=False):
     attention: DenseChoice
     head: DenseChoice
     group: Literal[16, 32, 64, 128]
+    exchange_dtype: ExchangeDtype
 
 
 class LLM:
@@ -72,7 +73,7 @@ class LLM:
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self.config = replace(config or EngineConfig(), **options)
+        self.config = engine_config(options, config)
         core, info = build_engine(shipped_model_path() if path is None else path, self.config, progress)
         self.spec, self.tokenizer = info.files.spec, info.files.tokenizer
         self.max_model_len, self.report = info.max_model_len, info.report

@@ -28,7 +28,9 @@ def weight_choices(loaded: LoadedWeights, config: EngineConfig, kernels: Kernels
     by_size = sorted(loaded.needs, key=lambda need: -need.nbytes)
     kinds = ", ".join(dict.fromkeys(need.label for need in by_size)) or loaded.kind
     lines = [Choice("weights", kinds, f"{reason}; {gigabytes(total)} in all")]
-    asked: Mapping[str, str] = {"experts": config.experts, "attention": config.attention, "head": config.head}
+    asked: Mapping[str, str] = {
+        "experts": config.quant.experts, "attention": config.quant.attention, "head": config.quant.head,
+    }  # fmt: skip
     for need in loaded.needs:
         why = "asked for" if asked.get(need.role, "auto") != "auto" else reason
         if need.role == "router":

@@ -24,7 +24,7 @@ from coterie.spec.model import AttentionSpec, MoESpec, RopeSpec
 from coterie.spec.weights import MatrixSpec
 
 Array = Any
-"""A backend's activation array: numpy.ndarray (float32) or torch.Tensor."""
+"""A backend's activation array: numpy.ndarray (float32; uint16 holds the bits of bf16) or torch.Tensor."""
 
 Bank = Any
 """A backend's opaque weight storage: `count` matrices of [rows, cols], or one vector."""
@@ -186,7 +186,7 @@ class Kernels(Protocol):
         """An array as numpy; the only place where values are read on the host."""
 
     def from_host(self, array: NDArray[Any]) -> Array:
-        """Rows or integers that came from another rank, in backend memory."""
+        """Rows or integers that came from another rank, in backend memory; uint16 are bf16 rows."""
 
     def embed(self, table: Bank, token_ids: Array) -> Array:
         """Rows of a [vocab, H] bank: [T, H]."""
@@ -254,14 +254,21 @@ class Kernels(Protocol):
         """Arrays end to end along the first axis."""
 
     def experts(self, rows: Array, counts: Array, gate_up: Bank, down: Bank) -> Array:
-        """rows [M, H] sorted by expert, counts [E] -> [M, H]: down(silu(gate x) * up x) of each row's expert,
-        unweighted. gate_up: E matrices [2I, H] in two segments, gate first; down: E matrices [H, I]."""
+        """rows [M, H] (or as `NarrowRows.pack_rows` leaves them) sorted by expert, counts [E] -> [M, H]:
+        down(silu(gate x) * up x) of each row's expert, unweighted. gate_up: E matrices [2I, H] in two segments, gate
+        first; down: E matrices [H, I]."""
 
     def gated(self, x: Array, gate_up: Bank) -> Array:
         """silu(gate x) * up x of a bank of one matrix: [T, H] -> [T, I], what `experts` multiplies by `down`."""
 
-    def combine(self, rows: Array, position: Array, weights: Array, shared: Array | None) -> Array:
-        """sum_k weights[t, k] * rows[position[t, k]] in k order (+ shared): [M, H] -> [T, H]."""
+    def narrow(self, rows: Array, take: NDArray[np.int64], out: NDArray[np.uint16]) -> None:
+        """rows[take] to the nearest bf16 (ties to even), as bits on the host: [M, H], [n] -> out [n, H]."""
+
+    def combine(
+        self, rows: Array, position: Array, weights: Array, shared: Array | None, *, rounded: bool = False
+    ) -> Array:
+        """sum_k weights[t, k] * rows[position[t, k]] in k order (+ shared): [M, H] -> [T, H]. rows: float32, read as
+        `narrow` would round them if `rounded`; or bf16 rows that came from other ranks."""
 
     def sigmoid_scale(self, x: Array, gate: Array) -> Array:
         """x * sigmoid(gate), gate [T, 1]: Qwen2-MoE's shared-expert gate."""
@@ -283,10 +290,22 @@ class FusedKernels(Kernels, Protocol):
 
 
 @runtime_checkable
+class NarrowRows(Protocol):
+    """Optional members of a backend whose `experts` narrows the rows that it is given: it takes rows, too, that were
+    narrowed before (by their sender), and gives the same bits."""
+
+    def row_bytes(self, gate_up: Bank) -> int:
+        """Of a row [H] as `experts` reads it for these weights, a multiple of four; 0 if it reads float32."""
+
+    def pack_rows(self, x: Array, gate_up: Bank, out: NDArray[np.uint8]) -> None:
+        """Narrow x [T, H] into the first `row_bytes` bytes of each row of host memory `out` [T, width]."""
+
+
+@runtime_checkable
 class FusedMoE(Protocol):
     """An optional member of a backend. Its meaning and its bits are those of `moe.layer`'s stages on one rank."""
 
     def moe(
-        self, x: Array, routed: Routed, experts: ExpertBanks, shared: ExpertBanks | None
+        self, x: Array, routed: Routed, experts: ExpertBanks, shared: ExpertBanks | None, *, rounded: bool = False
     ) -> tuple[Array, Array]:
         """sort_by_expert, gather, experts, combine with the shared experts: [T, H] -> ([T, H], counts [E])."""

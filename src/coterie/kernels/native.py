@@ -297,8 +297,16 @@ class NativeKernels:
     def concat(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate(parts)
 
-    def experts(self, rows: Floats, counts: Integers, gate_up: _native.Bank, down: _native.Bank) -> Floats:
-        rows = _floats(rows)
+    def row_bytes(self, gate_up: _native.Bank) -> int:
+        return self._device.row_bytes(gate_up)
+
+    def pack_rows(self, x: Floats, gate_up: _native.Bank, out: NDArray[np.uint8]) -> None:
+        self._device.pack_rows(_floats(x), gate_up, out)
+
+    def experts(
+        self, rows: NDArray[Any], counts: Integers, gate_up: _native.Bank, down: _native.Bank
+    ) -> Floats:
+        rows = _rows(rows, np.uint8)
         out = np.empty((len(rows), down.rows), np.float32)
         self._device.experts(rows, _integers(counts, np.int64), gate_up, down, out)
         return out
@@ -310,21 +318,26 @@ class NativeKernels:
         return out
 
     def moe(
-        self, x: Floats, routed: Routed, experts: ExpertBanks, shared: ExpertBanks | None
+        self, x: Floats, routed: Routed, experts: ExpertBanks, shared: ExpertBanks | None, *, rounded: bool = False
     ) -> tuple[Floats, Integers]:
         x = _floats(x)
         out = np.empty((len(x), experts.down.rows), np.float32)
         counts = np.empty(experts.gate_up.count, np.int64)
         banks = None if shared is None else _native.SharedExperts(shared.gate_up, shared.down, shared.gate)
         ids, weights = _integers(routed.expert_ids, np.int32), _floats(routed.expert_weights)
-        self._device.moe(x, ids, weights, experts.gate_up, experts.down, banks, counts, out)
+        self._device.moe(x, ids, weights, experts.gate_up, experts.down, banks, counts, out, rounded)
         return out, counts
 
-    def combine(self, rows: Floats, position: Integers, weights: Floats, shared: Floats | None) -> Floats:
-        rows = _floats(rows)
+    def narrow(self, rows: Floats, take: NDArray[np.int64], out: NDArray[np.uint16]) -> None:
+        self._device.narrow(_floats(rows), _integers(take, np.int64), out)
+
+    def combine(
+        self, rows: NDArray[Any], position: Integers, weights: Floats, shared: Floats | None, *, rounded: bool = False
+    ) -> Floats:
+        rows = _rows(rows, np.uint16)
         out = np.empty((len(position), rows.shape[1]), np.float32)
         shared = None if shared is None else _floats(shared)
-        self._device.combine(rows, _integers(position, np.int64), _floats(weights), shared, out)
+        self._device.combine(rows, _integers(position, np.int64), _floats(weights), shared, out, rounded)
         return out
 
     def sigmoid_scale(self, x: Floats, gate: Floats) -> Floats:
@@ -342,6 +355,11 @@ def _floats(array: NDArray[Any]) -> Floats:
     if array.dtype is not _F32 and array.dtype != _F32:
         raise TypeError(f"native kernels take float32 arrays, not {array.dtype}")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def _rows(array: NDArray[Any], narrow: type[np.unsignedinteger[Any]]) -> NDArray[Any]:
+    """The same for rows that may be narrow ones as well."""
+    return np.ascontiguousarray(array) if array.dtype == narrow else _floats(array)
 
 
 def _integers(array: Integers, dtype: type[np.integer[Any]]) -> Integers:

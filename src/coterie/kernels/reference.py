@@ -114,6 +114,8 @@ class ReferenceKernels:
         return host.astype(np.float32) if host.dtype == np.float64 else host
 
     def from_host(self, array: NDArray[Any]) -> Tensor:
+        if array.dtype == np.uint16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(self.dtype)
         tensor = torch.from_numpy(array)
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor.long()
 
@@ -248,7 +250,14 @@ class ReferenceKernels:
         both, inner = x @ gate_up.to(self.dtype).T, len(gate_up) // 2
         return torch.nn.functional.silu(both[:, :inner]) * both[:, inner:]
 
-    def combine(self, rows: Tensor, position: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+    def narrow(self, rows: Tensor, take: NDArray[np.int64], out: NDArray[np.uint16]) -> None:
+        bits = rows.detach()[torch.from_numpy(take)].float().bfloat16().view(torch.int16)
+        out[:] = bits.numpy().view(np.uint16)
+
+    def combine(
+        self, rows: Tensor, position: Tensor, weights: Tensor, shared: Tensor | None, *, rounded: bool = False
+    ) -> Tensor:
+        rows = rows.float().bfloat16().to(self.dtype) if rounded else rows
         total = rows[position[:, 0]] * weights[:, :1]
         for k in range(1, position.shape[1]):
             total = total + rows[position[:, k]] * weights[:, k : k + 1]

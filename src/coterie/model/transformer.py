@@ -21,9 +21,11 @@ from coterie.moe.dispatch import Dispatcher
 from coterie.moe.experts import Experts, FusedExperts, SplitExpert
 from coterie.moe.layer import MoELayer
 from coterie.moe.router import Router
+from coterie.moe.travel import Travel
 from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec
+from coterie.spec.parallel import ExchangeDtype
 
 Weights = Mapping[str, Any]
 
@@ -34,6 +36,7 @@ class Runtime:
 
     `exchange`: how the experts of several ranks are reached; None makes the plain one for the transport. `group`: the
     ranks that share this one's batches, each with its own heads and columns; None if there are no others.
+    `exchange_dtype`: of routed experts' outputs when they are summed, however many ranks there are.
     """
 
     kernels: Kernels
@@ -42,6 +45,7 @@ class Runtime:
     load: ExpertLoad | None = None
     exchange: Exchange | None = None
     group: TensorGroup | None = None
+    exchange_dtype: ExchangeDtype = "float32"
 
     @classmethod
     def local(cls, kernels: Kernels) -> Runtime:
@@ -189,16 +193,19 @@ class LayerBuilder:
         if isinstance(ffn, DenseSpec):
             return self._dense(key, index, ffn.intermediate_size)
         assert self._exchange is None or index in self._moe_rows, "several ranks have no experts of MTP blocks"
-        experts = self._experts(key)
+        experts, rounded = self._experts(key), runtime.exchange_dtype == "bfloat16"
         inner = ffn.shared_intermediate_size
         shared = self._dense(f"{key}.shared", index, inner) if inner else None
         gate, fused = weights.get(f"{key}.shared_gate"), None
         if self._exchange is None and not isinstance(shared, SplitExpert):
-            fused = FusedExperts.of(experts, shared, gate)
+            fused = FusedExperts.of(experts, shared, gate, rounded=rounded)
+        travel = Travel(runtime.kernels, experts.gate_up, rounded=rounded)
         return MoELayer(
             layer=index,
             router=Router(ffn, weights[f"{key}.gate"], weights.get(f"{key}.correction_bias"), runtime.kernels),
-            dispatcher=Dispatcher(ffn.num_experts, runtime.kernels, self._exchange, self._moe_rows.get(index, 0)),
+            dispatcher=Dispatcher(
+                ffn.num_experts, runtime.kernels, self._exchange, self._moe_rows.get(index, 0), travel
+            ),
             experts=experts,
             shared=shared,
             shared_gate=gate,

@@ -15,11 +15,13 @@ from coterie.comm.exchange import COUNTED, Exchange
 from coterie.comm.transport import Handle, Int64
 from coterie.kernels.api import Array, Kernels, Routed, SortedRows
 from coterie.moe.forms import Call, FixedForm, FlatForm, Forms, sized_forms
+from coterie.moe.travel import Travel
 
 
 @dataclass(slots=True, eq=False)
 class Dispatched:
-    """Rows on the rank that computes them, sorted by local slot [M, H], rows per local slot, and the way back.
+    """Rows on the rank that computes them, sorted by local slot [M, H] (or as narrow rows), rows per local slot, and
+    the way back.
 
     `routed_counts`: this rank's own rows per logical expert [E], for the load record. `way` is None once spent. `work`:
     rows and slots with any, where an exchange counted them.
@@ -34,13 +36,22 @@ class Dispatched:
 
 
 class Dispatcher:
-    """Dispatch and combine of one layer. `exchange` None: all experts are here; else `layer` is its row there."""
+    """Dispatch and combine of one layer. `exchange` None: all experts are here; else `layer` is its row there.
+    `travel` None: rows travel as float32."""
 
-    def __init__(self, num_experts: int, kernels: Kernels, exchange: Exchange | None = None, layer: int = 0) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        kernels: Kernels,
+        exchange: Exchange | None = None,
+        layer: int = 0,
+        travel: Travel | None = None,
+    ) -> None:
         self.num_experts, self.kernels, self.exchange, self.layer = num_experts, kernels, exchange, layer
+        self.travel = travel or Travel(kernels)
         if exchange is not None:
-            self.sized = sized_forms(exchange, kernels)
-            self.fixed = FixedForm(exchange, kernels, self.sized)
+            self.sized = sized_forms(exchange, self.travel)
+            self.fixed = FixedForm(exchange, self.travel, self.sized)
 
     def dispatch(self, x: Array, routed: Routed, most_tokens: int | None = None) -> Generator[Handle, None, Dispatched]:
         """x [T, H] and its routing -> the rows this rank's experts must compute.
@@ -66,7 +77,7 @@ class Dispatcher:
 
     def _gather(self, exchange: Exchange, counts: Int64) -> Generator[Handle, None, Int64]:
         """Rows per expert of all ranks [R, E]."""
-        header = exchange.header(COUNTED, self.layer, 0)
+        header = exchange.header(COUNTED, self.layer, 0, 0)
         handle = exchange.mesh.words.all_gather(exchange.message(header, counts))
         yield handle
         return exchange.read_experts(handle.result(), header, self.layer)
@@ -84,7 +95,8 @@ class Dispatcher:
         assert way is not None, "a dispatch is combined once"
         if dispatched.form is None:
             order: SortedRows = way
-            return self.kernels.combine(outputs, order.position, routed.expert_weights, shared)
+            rounded = self.travel.rounded
+            return self.kernels.combine(outputs, order.position, routed.expert_weights, shared, rounded=rounded)
         home = yield from dispatched.form.combine(outputs, way, routed)
         hidden = self.kernels.combine(home.rows, home.position, home.weights, shared)
         home.lease.release()

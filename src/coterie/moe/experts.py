@@ -24,7 +24,7 @@ class Experts:
     kernels: Kernels
 
     def forward(self, rows: Array, counts: Array) -> Array:
-        """rows [M, H] sorted by expert, counts [E] -> unweighted outputs [M, H]."""
+        """rows [M, H] (or narrow ones) sorted by expert, counts [E] -> unweighted outputs [M, H]."""
         return self.kernels.experts(rows, counts, self.gate_up, self.down)
 
 
@@ -56,21 +56,24 @@ class SplitExpert:
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """Routed and shared experts with sort and combine."""
+    """Routed and shared experts with sort and combine. `rounded`: the routed outputs are summed as bf16 values."""
 
     routed: ExpertBanks
     shared: ExpertBanks | None
     kernels: FusedMoE
+    rounded: bool = False
 
     @classmethod
-    def of(cls, experts: Experts, shared: Experts | None, shared_gate: Bank | None) -> FusedExperts | None:
+    def of(
+        cls, experts: Experts, shared: Experts | None, shared_gate: Bank | None, *, rounded: bool = False
+    ) -> FusedExperts | None:
         """The fused form of a layer that has all its experts here; None if the backend has no such op."""
         kernels = experts.kernels
         if not isinstance(kernels, FusedMoE):
             return None
         own = None if shared is None else ExpertBanks(shared.gate_up, shared.down, shared_gate)
-        return cls(ExpertBanks(experts.gate_up, experts.down), own, kernels)
+        return cls(ExpertBanks(experts.gate_up, experts.down), own, kernels, rounded)
 
     def forward(self, x: Array, routed: Routed) -> tuple[Array, Array]:
         """x [T, H] and its routing -> the layer's output [T, H], rows per expert [E]."""
-        return self.kernels.moe(x, routed, self.routed, self.shared)
+        return self.kernels.moe(x, routed, self.routed, self.shared, rounded=self.rounded)

@@ -28,7 +28,8 @@ from coterie.comm.rows import (
     sum_plan,
 )
 from coterie.comm.transport import Handle, Int64, Transport
-from coterie.kernels.api import Array, Kernels, Routed
+from coterie.kernels.api import Array, Routed
+from coterie.moe.travel import Travel
 
 
 class Call(NamedTuple):
@@ -42,8 +43,8 @@ class Call(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """What a dispatch gives: rows [P, H] by local slot, rows per slot, the form's own way back, and how many rows there
-    are on how many slots."""
+    """What a dispatch gives: rows (P of them) by local slot, rows per slot, the form's own way back, and how many rows
+    there are on how many slots."""
 
     rows: Array
     counts: Array
@@ -65,17 +66,22 @@ Returning = Generator[Handle, None, Home]
 
 
 class Form:
-    """What the forms share: one rank's exchange and kernels."""
+    """What the forms share: one rank's exchange, kernels, and what a row is on its way."""
 
-    def __init__(self, exchange: Exchange, kernels: Kernels) -> None:
-        self.exchange, self.kernels, self.mesh = exchange, kernels, exchange.mesh
+    def __init__(self, exchange: Exchange, travel: Travel) -> None:
+        self.exchange, self.travel, self.kernels, self.mesh = exchange, travel, travel.kernels, exchange.mesh
+
+    def row(self, call: Call, *, weighted: bool = False) -> RowFormat:
+        """What a token's packed row is made of."""
+        return RowFormat(self.travel.out_bytes(call.x.shape[1]), call.slots.shape[1], weighted)
 
     def pack(self, call: Call, row: RowFormat) -> tuple[Bytes, Lease]:
         """All tokens' packed rows [T, width]."""
         tokens = len(call.slots)
         lease = self.exchange.pool.lease(tokens * row.width)
-        weights = self.kernels.to_host(call.routed.expert_weights)
-        packed = row.pack(self.kernels.to_host(call.x), call.slots, weights, lease.rows(tokens, row.width))
+        packed = lease.rows(tokens, row.width)
+        self.travel.write(call.x, packed)
+        row.address(packed, call.slots, self.kernels.to_host(call.routed.expert_weights))
         return packed, lease
 
     def send(
@@ -95,22 +101,23 @@ class Form:
     def give_back(
         self, group: Transport, outputs: Array, plan: FanOut, received: Int64
     ) -> Generator[Handle, None, tuple[Any, Lease]]:
-        """outputs[plan.row] (float32) to the ranks they came from -> host rows in a lent buffer."""
-        host = self.kernels.to_host(outputs)
-        width, pool, total = host.shape[1], self.exchange.pool, int(received.sum())
-        out, back = pool.lease(len(plan.row) * width * 4), pool.lease(total * width * 4)
-        outgoing = take_rows(host, plan.row, out.floats(len(plan.row), width))
-        handle = group.all_to_all_v(outgoing, plan.counts, received, back.floats(total, width))
+        """outputs[plan.row] to the ranks they came from -> host rows in a lent buffer."""
+        travel, pool = self.travel, self.exchange.pool
+        hidden, leaving, total = outputs.shape[1], len(plan.row), int(received.sum())
+        width = travel.back_bytes(hidden)
+        out, back = pool.lease(leaving * width), pool.lease(total * width)
+        outgoing = travel.send_back(outputs, plan.row, travel.back_rows(out.whole, leaving, hidden))
+        handle = group.all_to_all_v(outgoing, plan.counts, received, travel.back_rows(back.whole, total, hidden))
         yield handle
         arrived = handle.result()
-        self.exchange.carried(group, plan.counts, width * 4, handle)
+        self.exchange.carried(group, plan.counts, width, handle)
         out.release()
         return arrived, back
 
     def land(self, packed: Bytes, row: RowFormat, lease: Lease) -> tuple[Array, Array, Arrived, Any]:
         """Received rows -> the expert kernel's rows and counts, the plan, the weights [N, K] of a weighted row."""
         arrived = Arrived.of(row.slots(packed), self.exchange.own_slots)
-        rows = self.kernels.from_host(row.activations(packed)[arrived.gather])
+        rows = self.travel.read(row.bodies(packed)[arrived.gather])
         weights = row.weights(packed)
         lease.release()
         return rows, self.kernels.from_host(arrived.counts), arrived, weights
@@ -133,13 +140,13 @@ class Form:
         return Home(kernels.from_host(rows), kernels.from_host(way.position), routed.expert_weights, lease)
 
     def count(
-        self, call: Call, kind: int, width: int, rows: Int64, nodes: Int64 | None
+        self, call: Call, kind: int, row: RowFormat, rows: Int64, nodes: Int64 | None
     ) -> Generator[Handle, None, tuple[Counts, WayBack]]:
         """Tell all ranks what is coming -> everyone's counts, and the exact way back."""
         exchange, world = self.exchange, self.mesh.world
         between = rows[: self.mesh.num_nodes] * 0 if nodes is None else nodes
         back = WayBack.of(call.slots, exchange.placement.slots_per_rank, world.size)
-        header = exchange.header(kind, call.layer, width)
+        header = exchange.header(kind, call.layer, row.width, self.travel.back_bytes(call.x.shape[1]))
         handle = self.mesh.words.all_gather(exchange.message(header, rows, back.counts, between, call.experts))
         yield handle
         return exchange.read_counts(handle.result(), header, call.layer), back
@@ -159,18 +166,18 @@ class FlatWay(NamedTuple):
 class FlatForm(Form):
     """Every token's row once to each rank that needs it."""
 
-    def __init__(self, exchange: Exchange, kernels: Kernels, *, reduced: bool) -> None:
-        super().__init__(exchange, kernels)
+    def __init__(self, exchange: Exchange, travel: Travel, *, reduced: bool) -> None:
+        super().__init__(exchange, travel)
         self.reduced = reduced
         self.kind = FORMS.index("flat-reduced" if reduced else "flat")
 
     def dispatch(self, call: Call) -> Dispatching:
         """Counts, then rows."""
         world, per_rank = self.mesh.world, self.exchange.placement.slots_per_rank
-        row = RowFormat(call.x.shape[1], call.slots.shape[1], weighted=self.reduced)
+        row = self.row(call, weighted=self.reduced)
         member = needed(call.slots, per_rank, range(world.size))
         plan = fan_out(member)
-        counts, home = yield from self.count(call, self.kind, row.width, plan.counts, None)
+        counts, home = yield from self.count(call, self.kind, row, plan.counts, None)
         packed, lease = self.pack(call, row)
         received = counts.rows[:, world.rank]
         incoming, buffer = yield from self.send(world, packed, plan, received)
@@ -206,8 +213,8 @@ class HierarchicalForm(Form):
     """Every token's row once to each node that needs it, then to the ranks there. Outputs go straight home (exact), or
     are summed per rank, per node and at home."""
 
-    def __init__(self, exchange: Exchange, kernels: Kernels, *, reduced: bool) -> None:
-        super().__init__(exchange, kernels)
+    def __init__(self, exchange: Exchange, travel: Travel, *, reduced: bool) -> None:
+        super().__init__(exchange, travel)
         self.reduced = reduced
         self.kind = FORMS.index("hierarchical-reduced" if reduced else "hierarchical")
 
@@ -216,10 +223,10 @@ class HierarchicalForm(Form):
         mesh, per_rank = self.mesh, self.exchange.placement.slots_per_rank
         rank, size = mesh.world.rank, mesh.ranks_per_node
         assert mesh.node is not None and mesh.rail is not None
-        row = RowFormat(call.x.shape[1], call.slots.shape[1], weighted=self.reduced)
+        row = self.row(call, weighted=self.reduced)
         to_nodes = needed(call.slots, per_rank * size, range(mesh.num_nodes))
         plan, to_all = fan_out(to_nodes), needed(call.slots, per_rank, range(mesh.world.size))
-        counts, home = yield from self.count(call, self.kind, row.width, row_counts(to_all), plan.counts)
+        counts, home = yield from self.count(call, self.kind, row, row_counts(to_all), plan.counts)
         packed, lease = self.pack(call, row)
         rail = counts.nodes[rank % size :: size, rank // size]
         passing, buffer = yield from self.send(mesh.rail, packed, plan, rail)
@@ -258,17 +265,17 @@ class FixedForm(Form):
     A rank with more rows says so to all, and all take the sized form instead. Outputs go straight home.
     """
 
-    def __init__(self, exchange: Exchange, kernels: Kernels, sized: SizedForms) -> None:
-        super().__init__(exchange, kernels)
+    def __init__(self, exchange: Exchange, travel: Travel, sized: SizedForms) -> None:
+        super().__init__(exchange, travel)
         self.sized = sized
 
     def dispatch(self, call: Call) -> Dispatching:
         """Rows with their counts."""
         exchange, world, per_rank = self.exchange, self.mesh.world, self.exchange.placement.slots_per_rank
-        row = RowFormat(call.x.shape[1], call.slots.shape[1])
+        row = self.row(call)
         member, home = needed(call.slots, per_rank, range(world.size)), WayBack.of(call.slots, per_rank, world.size)
         plan = fan_out(member)
-        fixed = FixedMessages(row.width, exchange, call.layer)
+        fixed = FixedMessages(row.width, self.travel.back_bytes(call.x.shape[1]), exchange, call.layer)
         nbytes = fixed.nbytes(len(call.experts))
         out, back = exchange.pool.lease(nbytes * world.size), exchange.pool.lease(nbytes * world.size)
         packed, lease = self.pack(call, row)
@@ -297,13 +304,13 @@ class FixedForm(Form):
 Forms = FlatForm | HierarchicalForm | FixedForm
 
 
-def sized_forms(exchange: Exchange, kernels: Kernels) -> SizedForms:
+def sized_forms(exchange: Exchange, travel: Travel) -> SizedForms:
     """The forms for batches of any size that this mesh allows."""
     forms: dict[FormName, FlatForm | HierarchicalForm] = {
-        "flat": FlatForm(exchange, kernels, reduced=False),
-        "flat-reduced": FlatForm(exchange, kernels, reduced=True),
+        "flat": FlatForm(exchange, travel, reduced=False),
+        "flat-reduced": FlatForm(exchange, travel, reduced=True),
     }
     if exchange.mesh.has_rails:
-        forms["hierarchical"] = HierarchicalForm(exchange, kernels, reduced=False)
-        forms["hierarchical-reduced"] = HierarchicalForm(exchange, kernels, reduced=True)
+        forms["hierarchical"] = HierarchicalForm(exchange, travel, reduced=False)
+        forms["hierarchical-reduced"] = HierarchicalForm(exchange, travel, reduced=True)
     return forms

@@ -18,6 +18,9 @@ from coterie.spec.tensor_split import TensorSplit, check_tensor_split
 
 MAX_RANKS = 1024
 
+ExchangeDtype = Literal["float32", "bfloat16"]
+"""In which a routed expert's output for a token travels back and is summed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:

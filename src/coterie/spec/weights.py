@@ -121,7 +121,7 @@ class QuantPlan:
     experts: ExpertsChoice = "auto"
     attention: DenseChoice = "auto"
     head: DenseChoice = "auto"
-    group: int = 32
+    group: Literal[16, 32, 64, 128] = 32
 
     def format(self, choice: ExpertsChoice | DenseChoice) -> WeightFormat | None:
         """The format of a choice; None for auto. Scales of int4 and int8 are f16, of mxfp4 powers of two."""

@@ -226,7 +226,13 @@ class TrainKernels:
         gate, up = (x.to(self.compute) @ gate_up[0].to(self.compute).T).chunk(2, -1)
         return F.silu(gate) * up
 
-    def combine(self, rows: Tensor, position: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+    def narrow(self, rows: Tensor, take: NDArray[np.int64], out: NDArray[np.uint16]) -> None:
+        raise NotImplementedError("training has one rank")
+
+    def combine(
+        self, rows: Tensor, position: Tensor, weights: Tensor, shared: Tensor | None, *, rounded: bool = False
+    ) -> Tensor:
+        rows = rows.bfloat16().to(rows.dtype) if rounded else rows
         out = Combine.apply(rows, position, weights)
         return out if shared is None else out + shared
 

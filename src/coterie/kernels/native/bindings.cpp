@@ -117,10 +117,14 @@ void sort_by_expert(const Ids& ids, const Array<std::int64_t>& token, const Arra
   sort_pairs(ids.data(), n, k, experts, token.data(), position.data(), counts.data());
 }
 
-void experts(Device& device, const In& rows, const Rows& counts, const Bank& gate_up, const Bank& down,
+// Rows of floats, or of bytes as pack_rows leaves them.
+template <class T>
+void experts(Device& device, const Array<const T>& rows, const Rows& counts, const Bank& gate_up, const Bank& down,
              const Out& out) {
+  constexpr bool kPacked = sizeof(T) == 1;
   const std::int64_t n = rows_of("experts", rows), inner = down.cols();
-  expect("experts", "rows", rows, {n, gate_up.cols()});
+  require(!kPacked || device.row_bytes(gate_up) > 0, "experts: these weights take rows of float32");
+  expect("experts", "rows", rows, {n, kPacked ? device.row_bytes(gate_up) : gate_up.cols()});
   expect("experts", "counts", counts, {gate_up.count()});
   expect_bank("experts", gate_up, gate_up.count(), 2 * inner, gate_up.cols());
   expect_bank("experts", down, gate_up.count(), down.rows(), inner);
@@ -133,7 +137,23 @@ void experts(Device& device, const In& rows, const Rows& counts, const Bank& gat
   }
   require(total == n, "experts: counts add up to " + std::to_string(total) + " for " + std::to_string(n) + " rows");
   const nb::gil_scoped_release release;
-  device.experts(rows.data(), counts.data(), gate_up, down, out.data());
+  if constexpr (kPacked) {
+    device.packed_experts(rows.data(), counts.data(), gate_up, down, out.data());
+  } else {
+    device.experts(rows.data(), counts.data(), gate_up, down, out.data());
+  }
+}
+
+void pack_rows(Device& device, const In& x, const Bank& gate_up, const Array<std::uint8_t>& out) {
+  const std::int64_t n = rows_of("pack_rows", x), least = device.row_bytes(gate_up);
+  expect("pack_rows", "x", x, {n, gate_up.cols()});
+  require(least > 0, "pack_rows: these weights take rows of float32");
+  require(out.ndim() == 2 && rows_of("pack_rows", out) == n && static_cast<std::int64_t>(out.shape(1)) >= least,
+          "pack_rows: out has shape " + shape_text(out) + ", needs " + std::to_string(n) + " rows of at least " +
+              std::to_string(least) + " bytes");
+  const auto width = static_cast<std::int64_t>(out.shape(1));
+  const nb::gil_scoped_release release;
+  device.pack_rows(x.data(), n, gate_up, out.data(), width);
 }
 
 void gated(Device& device, const In& x, const Bank& gate_up, const Out& out) {
@@ -152,7 +172,7 @@ struct SharedExperts {
 };
 
 void moe(Device& device, const In& x, const Ids& ids, const In& weights, const Bank& gate_up, const Bank& down,
-         const std::optional<SharedExperts>& shared, const Array<std::int64_t>& counts, const Out& out) {
+         const std::optional<SharedExperts>& shared, const Array<std::int64_t>& counts, const Out& out, bool rounded) {
   const std::int64_t n = rows_of("moe", x), inner = down.cols(), hidden = gate_up.cols();
   require(ids.ndim() == 2, "moe: expert_ids is [T, K]");
   const std::int64_t k = static_cast<std::int64_t>(ids.shape(1));
@@ -176,11 +196,13 @@ void moe(Device& device, const In& x, const Ids& ids, const In& weights, const B
   }
   const nb::gil_scoped_release release;
   device.moe({x.data(), ids.data(), weights.data(), &gate_up, &down, shared ? shared->gate_up : nullptr,
-              shared ? shared->down : nullptr, shared ? shared->gate : nullptr, out.data(), counts.data(), n, k});
+              shared ? shared->down : nullptr, shared ? shared->gate : nullptr, out.data(), counts.data(), n, k,
+              rounded ? RowType::rounded : RowType::f32});
 }
 
-void combine(Device& device, const In& rows, const Rows& position, const In& weights, const std::optional<In>& shared,
-             const Out& out) {
+template <class T>
+void combine(Device& device, const Array<const T>& rows, const Rows& position, const In& weights,
+             const std::optional<In>& shared, const Out& out, bool rounded) {
   require(rows.ndim() == 2 && position.ndim() == 2, "combine: rows is [M, H], position [T, K]");
   const std::int64_t n = rows_of("combine", position), k = static_cast<std::int64_t>(position.shape(1));
   const std::int64_t width = static_cast<std::int64_t>(rows.shape(1));
@@ -188,9 +210,21 @@ void combine(Device& device, const In& rows, const Rows& position, const In& wei
   expect("combine", "out", out, {n, width});
   if (shared) expect("combine", "shared", *shared, {n, width});
   expect_range("combine", "position", position, rows_of("combine", rows));
+  const RowType type = sizeof(T) == 2 ? RowType::bf16 : rounded ? RowType::rounded : RowType::f32;
   const nb::gil_scoped_release release;
-  device.combine(
-      {rows.data(), position.data(), weights.data(), shared ? shared->data() : nullptr, out.data(), width, width, k}, n);
+  device.combine({rows.data(), type, position.data(), weights.data(), shared ? shared->data() : nullptr, out.data(),
+                  width, width, k},
+                 n);
+}
+
+void narrow(Device& device, const In& rows, const Rows& take, const Array<std::uint16_t>& out) {
+  require(rows.ndim() == 2, "narrow: rows is [M, H]");
+  const std::int64_t n = rows_of("narrow", take), width = static_cast<std::int64_t>(rows.shape(1));
+  expect("narrow", "take", take, {n});
+  expect("narrow", "out", out, {n, width});
+  expect_range("narrow", "take", take, rows_of("narrow", rows));
+  const nb::gil_scoped_release release;
+  device.narrow({rows.data(), take.data(), out.data(), width}, n);
 }
 
 void sigmoid_scale(Device& device, const In& x, const In& gate, const Out& out) {
@@ -256,14 +290,23 @@ NB_MODULE(_native, m) {
            nb::arg("weight").noconvert(), nb::arg("eps"), nb::arg("out").noconvert(), nb::arg("total").noconvert())
       .def("route", &route, nb::arg("x").noconvert(), nb::arg("gate"), nb::arg("bias").noconvert().none(),
            nb::arg("shape"), nb::arg("ids").noconvert(), nb::arg("weights").noconvert())
-      .def("experts", &experts, nb::arg("rows").noconvert(), nb::arg("counts").noconvert(), nb::arg("gate_up"),
+      .def("experts", &experts<float>, nb::arg("rows").noconvert(), nb::arg("counts").noconvert(), nb::arg("gate_up"),
            nb::arg("down"), nb::arg("out").noconvert())
+      .def("experts", &experts<std::uint8_t>, nb::arg("rows").noconvert(), nb::arg("counts").noconvert(),
+           nb::arg("gate_up"), nb::arg("down"), nb::arg("out").noconvert())
+      .def("row_bytes", &Device::row_bytes, nb::arg("gate_up"))
+      .def("pack_rows", &pack_rows, nb::arg("x").noconvert(), nb::arg("gate_up"), nb::arg("out").noconvert())
       .def("gated", &gated, nb::arg("x").noconvert(), nb::arg("gate_up"), nb::arg("out").noconvert())
       .def("moe", &moe, nb::arg("x").noconvert(), nb::arg("ids").noconvert(), nb::arg("weights").noconvert(),
            nb::arg("gate_up"), nb::arg("down"), nb::arg("shared").none(), nb::arg("counts").noconvert(),
-           nb::arg("out").noconvert())
-      .def("combine", &combine, nb::arg("rows").noconvert(), nb::arg("position").noconvert(),
-           nb::arg("weights").noconvert(), nb::arg("shared").noconvert().none(), nb::arg("out").noconvert())
+           nb::arg("out").noconvert(), nb::arg("rounded"))
+      .def("combine", &combine<float>, nb::arg("rows").noconvert(), nb::arg("position").noconvert(),
+           nb::arg("weights").noconvert(), nb::arg("shared").noconvert().none(), nb::arg("out").noconvert(),
+           nb::arg("rounded"))
+      .def("combine", &combine<std::uint16_t>, nb::arg("rows").noconvert(), nb::arg("position").noconvert(),
+           nb::arg("weights").noconvert(), nb::arg("shared").noconvert().none(), nb::arg("out").noconvert(),
+           nb::arg("rounded"))
+      .def("narrow", &narrow, nb::arg("rows").noconvert(), nb::arg("take").noconvert(), nb::arg("out").noconvert())
       .def("sigmoid_scale", &sigmoid_scale, nb::arg("x").noconvert(), nb::arg("gate").noconvert(),
            nb::arg("out").noconvert())
       .def("probe", &run_probe, "kind"_a, "nbytes"_a, "rounds"_a);

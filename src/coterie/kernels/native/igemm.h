@@ -305,17 +305,37 @@ static Span quantize_span(const float* x, std::int64_t size, std::int8_t* codes)
   return {wrong ? __builtin_nanf("") : factor, wrong ? 0 : sum(total)};
 }
 
+// Zeros behind the last column, where [first, last) reaches it.
+static void pad_codes(const QuantizeInputs& args, std::int64_t row) {
+  if (args.last != args.cols) return;
+  const std::int64_t used = args.scales ? args.cols : 2 * args.cols;
+  std::memset(args.codes + row * args.stride + used, 0, static_cast<std::size_t>(args.stride - used));
+}
+
+static void sum_codes(const QuantizeInputs& args, std::int64_t row) {
+  const std::int8_t* codes = args.codes + row * args.stride;
+  for (std::int64_t at = args.first; at < args.last; at += args.weight_group) {
+    const std::int64_t size = args.last - at < args.weight_group ? args.last - at : args.weight_group;
+    std::int32_t sum = 0;
+    for (std::int64_t i = 0; i < size; ++i) sum += codes[at + i];
+    args.sums[row * args.weight_groups + at / args.weight_group] = args.zero * sum;
+  }
+}
+
+static void finish_inputs(const QuantizeInputs& args, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    pad_codes(args, row);
+    if (args.scales) sum_codes(args, row);
+  }
+}
+
 // Nearest-even bf16 values; a NaN stays a NaN.
 static void round_inputs(const QuantizeInputs& args, std::int64_t begin, std::int64_t end) {
   for (std::int64_t row = begin; row < end; ++row) {
     const float* x = args.x + row * args.x_stride;
-    std::int8_t* out = args.codes + row * args.stride;
-    for (std::int64_t i = args.first; i < args.last; ++i) {
-      const std::uint16_t bits = to_bf16(x[i]);
-      std::memcpy(out + 2 * i, &bits, 2);
-    }
-    const std::int64_t used = 2 * args.cols;
-    if (args.last == args.cols) std::memset(out + used, 0, static_cast<std::size_t>(args.stride - used));
+    auto* out = reinterpret_cast<std::uint16_t*>(args.codes + row * args.stride);
+    round_row(x + args.first, args.last - args.first, out + args.first);
+    pad_codes(args, row);
   }
 }
 
@@ -331,13 +351,7 @@ static void quantize_inputs(const QuantizeInputs& args, std::int64_t begin, std:
       args.scales[row * args.groups + at / args.group] = span.factor;
       if (args.weight_group == args.group) args.sums[row * args.groups + at / args.group] = args.zero * span.sum;
     }
-    if (args.last == args.cols) std::memset(codes + args.cols, 0, static_cast<std::size_t>(args.stride - args.cols));
-    if (args.weight_group == args.group) continue;
-    for (std::int64_t at = args.first; at < args.last; at += args.weight_group) {
-      const std::int64_t size = args.last - at < args.weight_group ? args.last - at : args.weight_group;
-      std::int32_t sum = 0;
-      for (std::int64_t i = 0; i < size; ++i) sum += codes[at + i];
-      args.sums[row * args.weight_groups + at / args.weight_group] = args.zero * sum;
-    }
+    pad_codes(args, row);
+    if (args.weight_group != args.group) sum_codes(args, row);
   }
 }

@@ -36,8 +36,8 @@ namespace {
 
 extern const KernelTable table;
 const KernelTable table = {
-    COTERIE_STRING(COTERIE_ISA), false, gemm, quantize_inputs, quantize_row, norm, mla_rows, head_rows, attention,
-    attention_merge, route, combine, silu_mul, sigmoid_scale, nullptr, nullptr,
+    COTERIE_STRING(COTERIE_ISA), false, gemm, quantize_inputs, finish_inputs, quantize_row, norm, mla_rows, head_rows, attention,
+    attention_merge, route, combine, narrow, silu_mul, sigmoid_scale, nullptr, nullptr,
 };
 
 }  // namespace COTERIE_ISA

@@ -186,8 +186,13 @@ struct RouteArgs {
   float norm_epsilon, scaling;
 };
 
+// How combine reads the rows that it sums: as they are, rounded to bf16 first (what they would be had they come from
+// another rank), or bf16 values.
+enum class RowType : int { f32, rounded, bf16 };
+
 struct CombineArgs {
-  const float* rows;             // [M, width]
+  const void* rows;              // [M, width]
+  RowType type;
   const std::int64_t* position;  // [T, top_k]
   const float* weights;          // [T, top_k]
   const float* shared;           // [T, width] or null
@@ -195,11 +200,21 @@ struct CombineArgs {
   std::int64_t width, out_stride, top_k;
 };
 
+// Rows take[i] of x, to the nearest bf16.
+struct NarrowArgs {
+  const float* x;            // [M, width]
+  const std::int64_t* take;  // [n]
+  std::uint16_t* out;        // [n, width]
+  std::int64_t width;
+};
+
 struct KernelTable {
   const char* name;
   bool bf16_inputs;  // bf16 weights multiply activations that were rounded to bf16
   void (*gemm)(const GemmTask&);
   void (*quantize_inputs)(const QuantizeInputs&, std::int64_t begin, std::int64_t end);
+  // What quantize_inputs leaves beside codes that are there already: zeros behind them, and their sums.
+  void (*finish_inputs)(const QuantizeInputs&, std::int64_t begin, std::int64_t end);
   // A weight row [cols] to unpacked codes [cols], scales and mins [groups].
   void (*quantize_row)(const QuantizeArgs&, const float* x, std::uint8_t* codes, float* scales, float* mins);
   void (*norm)(const NormArgs&, std::int64_t begin, std::int64_t end);
@@ -210,6 +225,7 @@ struct KernelTable {
                           std::int64_t end);
   void (*route)(const RouteArgs&, std::int64_t begin, std::int64_t end);
   void (*combine)(const CombineArgs&, std::int64_t begin, std::int64_t end);
+  void (*narrow)(const NarrowArgs&, std::int64_t begin, std::int64_t end);
   // x[r, first:last] = silu(x[r, first:last]) * x[r, inner+first:inner+last]
   void (*silu_mul)(float* x, std::int64_t inner, std::int64_t first, std::int64_t last, std::int64_t begin,
                    std::int64_t end);

@@ -121,7 +121,8 @@ void Device::run_down_columns(const MoeArgs& args, std::vector<ExpertRun>& runs,
     if (shared) runs[0].out = shared - first, runs[0].out_stride = columns;
     run_downs(runs, inners, {first / kPanel, (first + columns + kPanel - 1) / kPanel});
     if (gate) sigmoid_scale(shared, gate, shared, args.tokens, columns);
-    combine({outputs, position, args.weights, shared, args.out + first, columns, width, args.top_k}, args.tokens);
+    combine({outputs, args.sums, position, args.weights, shared, args.out + first, columns, width, args.top_k},
+            args.tokens);
   }
 }
 

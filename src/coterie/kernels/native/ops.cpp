@@ -96,6 +96,10 @@ void Device::combine(const CombineArgs& args, std::int64_t rows) {
   over_rows(rows, cost, [&](std::int64_t begin, std::int64_t end) { table_.combine(args, begin, end); });
 }
 
+void Device::narrow(const NarrowArgs& args, std::int64_t rows) {
+  over_rows(rows, args.width, [&](std::int64_t begin, std::int64_t end) { table_.narrow(args, begin, end); });
+}
+
 void Device::sigmoid_scale(const float* x, const float* gate, float* out, std::int64_t rows, std::int64_t width) {
   over_rows(rows, width,
             [&](std::int64_t begin, std::int64_t end) { table_.sigmoid_scale(x, gate, out, width, begin, end); });

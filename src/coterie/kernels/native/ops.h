@@ -69,6 +69,7 @@ struct MoeArgs {
   float* out;                    // [T, H]
   std::int64_t* counts;          // [E]: rows of each expert, written
   std::int64_t tokens, top_k;
+  RowType sums;                  // how combine reads the routed experts' outputs: f32 or rounded
 };
 
 // Float rows or their codes in expert order.
@@ -110,10 +111,19 @@ class Device {
   // Logits of x [n, H] and the choice; fills the scores and scratch of `args`.
   void route(const float* x, const Bank& gate, RouteArgs args, std::int64_t rows);
   void experts(const float* x, const std::int64_t* counts, const Bank& gate_up, const Bank& down, float* out);
+  // A row on its way to another rank's experts: scales, then codes (or bf16 values), as `experts` narrows it for gate_up.
+  // Bytes of it, a multiple of four; 0 where experts read floats.
+  std::int64_t row_bytes(const Bank& gate_up) const;
+  // Rows [rows, H] into the first row_bytes of rows that are `width` bytes apart.
+  void pack_rows(const float* x, std::int64_t rows, const Bank& gate_up, unsigned char* out, std::int64_t width);
+  // The same as of the floats that were packed into rows [rows, row_bytes].
+  void packed_experts(const unsigned char* rows, const std::int64_t* counts, const Bank& gate_up, const Bank& down,
+                      float* out);
   // silu(gate x) * up x of one matrix [2I, H]: x [rows, H] -> out [rows, I].
   void gated(const float* x, std::int64_t rows, const Bank& gate_up, float* out);
   void moe(const MoeArgs& args);
   void combine(const CombineArgs& args, std::int64_t rows);
+  void narrow(const NarrowArgs& args, std::int64_t rows);
   void sigmoid_scale(const float* x, const float* gate, float* out, std::int64_t rows, std::int64_t width);
   // Rows [n, heads * dim + exact] into `cache`, whose memory is cache.data.
   void cache_write(const CacheRows& cache, const float* rows, const std::int64_t* slots, std::int64_t n);
@@ -132,6 +142,9 @@ class Device {
   bool narrows(Kind kind) const { return is_integer(kind) || (kind == Kind::bf16 && table_.bf16_inputs); }
   // The narrow activations of `rows` rows of x for a weight, in scratch memory; empty if it takes floats.
   Activations quantize(const float* x, std::int64_t x_stride, std::int64_t rows, const Matrix& weight, Scratch& space);
+  Activations unpack_rows(const unsigned char* packed, std::int64_t rows, const Bank& gate_up, Scratch& space);
+  void run_experts(const float* x, const Activations& q, const std::int64_t* counts, const Bank& gate_up,
+                   const Bank& down, float* out, Scratch& space);
   QuantizeInputs inputs_for(const Matrix& weight, std::int64_t rows, Scratch& space, const float* x,
                             std::int64_t x_stride);
   Gathered gather(const float* x, const Activations& q, const Matrix& weight, const std::int64_t* token,

@@ -3,6 +3,7 @@
 // free.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "ops.h"
@@ -28,6 +29,24 @@ void split(const Product& p, const Activations& quantized, const Panels& panels,
     }
   }
 }
+
+// Columns that share a factor in int8 activations for a weight.
+std::int64_t activation_group(const Matrix& weight) {
+  if (weight.format.group == 0) return input_stride(weight.format.kind, weight.cols);
+  return std::max(kLeastActivationGroup, weight.format.group);
+}
+
+// The parts of a row that travels.
+struct PackedRow {
+  std::int64_t scale_bytes, code_bytes;
+
+  explicit PackedRow(const Matrix& weight) {
+    const bool bf16 = weight.format.kind == Kind::bf16;
+    const std::int64_t group = activation_group(weight);
+    scale_bytes = bf16 ? 0 : (weight.cols + group - 1) / group * static_cast<std::int64_t>(sizeof(float));
+    code_bytes = weight.cols * (bf16 ? 2 : 1);
+  }
+};
 
 // Narrow activations from row `row` on.
 QuantizeInputs inputs_from(QuantizeInputs args, std::int64_t row) {
@@ -55,8 +74,7 @@ QuantizeInputs Device::inputs_for(const Matrix& weight, std::int64_t rows, Scrat
   if (bf16) {
     return {x, x_stride, weight.cols, 0, weight.cols, codes, nullptr, nullptr, stride, kActivationGroup, 0, 0, 0, 0};
   }
-  const std::int64_t group = weight.format.group ? std::max(kLeastActivationGroup, weight.format.group) : stride;
-  const std::int64_t groups = (weight.cols + group - 1) / group;
+  const std::int64_t group = activation_group(weight), groups = (weight.cols + group - 1) / group;
   return {x, x_stride, weight.cols, 0, weight.cols, codes, space.take<float>(rows * groups),
           space.take<std::int32_t>(rows * weight.groups), stride, group, groups, weight.group, weight.groups,
           zero_of(weight.format)};
@@ -162,14 +180,60 @@ void Device::run_inner(const ExpertRun& run, const InnerTask& task, const Inner&
 
 void Device::experts(const float* x, const std::int64_t* counts, const Bank& gate_up, const Bank& down, float* out) {
   Scratch space(scratch_);
-  std::int64_t rows = 0;
-  for (std::int64_t e = 0; e < gate_up.count(); ++e) rows += counts[e];
+  const std::int64_t rows = std::accumulate(counts, counts + gate_up.count(), std::int64_t{0});
+  run_experts(x, quantize(x, gate_up.cols(), rows, gate_up.shape(), space), counts, gate_up, down, out, space);
+}
+
+void Device::packed_experts(const unsigned char* rows, const std::int64_t* counts, const Bank& gate_up,
+                            const Bank& down, float* out) {
+  Scratch space(scratch_);
+  const std::int64_t count = std::accumulate(counts, counts + gate_up.count(), std::int64_t{0});
+  run_experts(nullptr, unpack_rows(rows, count, gate_up, space), counts, gate_up, down, out, space);
+}
+
+std::int64_t Device::row_bytes(const Bank& gate_up) const {
+  const Matrix& weight = gate_up.shape();
+  if (!narrows(weight.format.kind)) return 0;
+  const PackedRow row(weight);
+  return round_up(row.scale_bytes + row.code_bytes, 4);
+}
+
+void Device::pack_rows(const float* x, std::int64_t rows, const Bank& gate_up, unsigned char* out, std::int64_t width) {
+  Scratch space(scratch_);
+  const PackedRow row(gate_up.shape());
   const Activations q = quantize(x, gate_up.cols(), rows, gate_up.shape(), space);
+  over_rows(rows, width / 8, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t r = begin; r < end; ++r) {
+      unsigned char* target = out + r * width;
+      if (q.scales) std::memcpy(target, q.scales + r * q.groups, static_cast<std::size_t>(row.scale_bytes));
+      std::memcpy(target + row.scale_bytes, q.codes + r * q.stride, static_cast<std::size_t>(row.code_bytes));
+    }
+  });
+}
+
+Activations Device::unpack_rows(const unsigned char* packed, std::int64_t rows, const Bank& gate_up, Scratch& space) {
+  const PackedRow row(gate_up.shape());
+  const std::int64_t width = row_bytes(gate_up);
+  const QuantizeInputs q = inputs_for(gate_up.shape(), rows, space, nullptr, 0);
+  over_rows(rows, width / 4, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t r = begin; r < end; ++r) {
+      const unsigned char* source = packed + r * width;
+      if (q.scales) std::memcpy(q.scales + r * q.groups, source, static_cast<std::size_t>(row.scale_bytes));
+      std::memcpy(q.codes + r * q.stride, source + row.scale_bytes, static_cast<std::size_t>(row.code_bytes));
+    }
+    table_.finish_inputs(q, begin, end);
+  });
+  return {q.codes, q.scales, q.sums, q.stride, q.group, q.groups};
+}
+
+// Floats x, or what they were narrowed to, through the experts; `x` is read only where experts take floats.
+void Device::run_experts(const float* x, const Activations& q, const std::int64_t* counts, const Bank& gate_up,
+                         const Bank& down, float* out, Scratch& space) {
   std::vector<ExpertRun> runs;
   std::int64_t row = 0;
   for (std::int64_t e = 0; e < gate_up.count(); ++e) {
     if (counts[e] == 0) continue;
-    runs.push_back({gate_up.matrix(e), down.matrix(e), x + row * gate_up.cols(),
+    runs.push_back({gate_up.matrix(e), down.matrix(e), x ? x + row * gate_up.cols() : nullptr,
                     rows_from(q, row, gate_up.shape().groups), out + row * down.rows(), down.rows(), counts[e]});
     row += counts[e];
   }

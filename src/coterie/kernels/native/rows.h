@@ -9,7 +9,8 @@ COTERIE_INLINE void for_vectors(std::int64_t size, F body) {
   if (i < size) body(i, size - i);
 }
 
-COTERIE_INLINE Vec load_n(const float* p, std::int64_t n) {
+template <class T>
+COTERIE_INLINE Vec load_n(const T* p, std::int64_t n) {
   return n == kLanes ? load(p) : load_part(p, n);
 }
 
@@ -119,18 +120,43 @@ static void sigmoid_scale(const float* x, const float* gate, float* out, std::in
   }
 }
 
-static void combine(const CombineArgs& args, std::int64_t begin, std::int64_t end) {
+template <class T, bool Rounded>
+static void combine_rows(const CombineArgs& args, std::int64_t begin, std::int64_t end) {
+  const T* rows = static_cast<const T*>(args.rows);
   for (std::int64_t row = begin; row < end; ++row) {
     const std::int64_t* position = args.position + row * args.top_k;
     const float* weights = args.weights + row * args.top_k;
     for_vectors(args.width, [&](std::int64_t i, std::int64_t n) {
       Vec total = {};
       for (std::int64_t k = 0; k < args.top_k; ++k) {
-        total = fma(splat(weights[k]), load_n(args.rows + position[k] * args.width + i, n), total);
+        Vec value = load_n(rows + position[k] * args.width + i, n);
+        if constexpr (Rounded) value = (Vec)round_to_bf16(value);
+        total = fma(splat(weights[k]), value, total);
       }
       if (args.shared) total = total + load_n(args.shared + row * args.width + i, n);
       store_n(args.out + row * args.out_stride + i, total, n);
     });
+  }
+}
+
+static void combine(const CombineArgs& args, std::int64_t begin, std::int64_t end) {
+  switch (args.type) {
+    case RowType::f32: return combine_rows<float, false>(args, begin, end);
+    case RowType::rounded: return combine_rows<float, true>(args, begin, end);
+    case RowType::bf16: return combine_rows<std::uint16_t, false>(args, begin, end);
+  }
+}
+
+static void round_row(const float* x, std::int64_t size, std::uint16_t* out) {
+  for_vectors(size, [&](std::int64_t i, std::int64_t n) {
+    const VecH halves = high_halves(round_to_bf16(load_n(x + i, n)));
+    std::memcpy(out + i, &halves, 2 * static_cast<std::size_t>(n));
+  });
+}
+
+static void narrow(const NarrowArgs& args, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    round_row(args.x + args.take[row] * args.width, args.width, args.out + row * args.width);
   }
 }
 

@@ -54,6 +54,23 @@ COTERIE_INLINE Vec load(const std::uint16_t* p) {
   return widen(h);
 }
 
+// The nearest bf16 of each lane, ties to even; a NaN stays a NaN: the bits of to_bf16, in the upper halves.
+COTERIE_INLINE VecU round_to_bf16(Vec v) {
+  const VecU bits = (VecU)v, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return ((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : rounded) & 0xffff0000u;
+}
+
+COTERIE_INLINE VecH high_halves(VecU v) {
+#if defined(__AVX512F__)
+  return (VecH)_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)v, 16));
+#elif defined(__AVX2__)
+  const __m256i halves = _mm256_srli_epi32((__m256i)v, 16);
+  return (VecH)_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(halves, halves), 0x08));
+#else
+  return __builtin_convertvector(v >> 16, VecH);
+#endif
+}
+
 COTERIE_INLINE Vec load_f16(const std::uint16_t* p) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
