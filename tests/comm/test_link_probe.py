@@ -13,7 +13,7 @@ from coterie.spec.placement import ExpertPlacement
 
 SLOW = Links(latency=1e-3, inside=400e6, between=200e6 / 8 / 4)
 FAST = Links(latency=1e-3, inside=400e6, between=300e6)
-PREFILL = Traffic(hidden=2048, top_k=8, tokens=512, small=8)
+PREFILL = Traffic(out_bytes=4 * 2048, back_bytes=4 * 2048, top_k=8, tokens=512, small=8)
 
 
 def finish(generators: list) -> list:
@@ -64,10 +64,22 @@ def test_expected_bytes() -> None:
     """Uniform top-8 between two nodes of four: 2.6 rows a token reach other ranks' nodes flat, 0.996 by node."""
     mesh = meshes([0] * 4 + [1] * 4)[0]
     wide = Links(0.0, 1e30, 1.0)
-    row = 4 * (2048 + 16)
+    row = (4 * (2048 + 16) + 4 * 2048) / 2
     flat = expected_seconds("flat-reduced", mesh, wide, PREFILL) / (512 * row)
     tiered = expected_seconds("hierarchical-reduced", mesh, wide, PREFILL) / (512 * row)
     np.testing.assert_allclose([flat / 2, tiered / 2], [2.63, 0.996], atol=0.02)
+
+
+def test_narrow_rows_take_less_and_may_change_the_choice() -> None:
+    """Out a quarter of the bytes, back a half: the return, one row for each expert, outweighs the rest."""
+    mesh = meshes([0] * 4 + [1] * 4)[0]
+    narrow = Traffic(out_bytes=2048 + 256, back_bytes=2 * 2048, top_k=8, tokens=512, small=8)
+    wide, wire = Links(0.0, 1e30, 1.0), 512 * 8 / 2
+    for form, out in (("flat", 2.63), ("hierarchical", 0.996)):
+        for traffic, packed in ((PREFILL, 4 * 2048 + 32), (narrow, 2304 + 32)):
+            found = expected_seconds(form, mesh, wide, traffic)
+            np.testing.assert_allclose(found, 512 * out * packed + wire * traffic.back_bytes, rtol=0.005)
+    assert expected_seconds("flat", mesh, SLOW, narrow) < 0.5 * expected_seconds("flat", mesh, SLOW, PREFILL)
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 0, 1]])
@@ -82,6 +94,7 @@ def test_an_exchange_is_opened_with_a_reason() -> None:
     opened = finish([open_exchange(rank, placement, PREFILL) for rank in LocalTransport.group(4)])
     assert len({exchange.policy for exchange, _ in opened}) == 1
     assert "a small exchange" in opened[0][1][0].reason
+    assert opened[0][1][-1].value == "8192 B out, 8192 B back"
     asked = finish(
         [open_exchange(rank, placement, PREFILL, FormPolicy("hierarchical")) for rank in LocalTransport.group(4)]
     )

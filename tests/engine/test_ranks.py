@@ -23,6 +23,7 @@ from coterie.engine.process import Hello, spawn
 from coterie.model.shipped import shipped_model_path
 from coterie.spec.errors import CoterieError
 from coterie.spec.parallel import ParallelConfig
+from coterie.spec.weights import QuantPlan
 
 CONFIG = EngineConfig(threads=1, kv_cache_tokens=4096, max_model_len=512, chunked_prefill_size=32, page_size=16)
 PROMPTS = [[number * 11 % 4000 + 1 for number in range(start, start + 3 + 13 * start)] for start in range(7)]
@@ -158,6 +159,30 @@ def test_more_ranks_answer_as_one(layout: dict[str, Any], alone: list[list[int]]
         assert one.outputs[0].token_ids == alone[4], "one request on all ranks"
         for seed in range(3):
             running.run(lambda engine, seed=seed: arrivals(engine, alone, seed, 30))  # type: ignore[misc]
+    finally:
+        running.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [{"ep": 2, "overlap": "on"}, {"ep": 4, "redundant_experts": 12, "nodes": 2}, {"dp": 2, "tp": 2}]
+)
+def test_rows_that_travel_narrow_answer_as_one_rank(layout: dict[str, Any]) -> None:
+    """int8 rows out and bf16 outputs back, against one rank that rounds in the same place."""
+    config = replace(CONFIG, quant=QuantPlan("int8"), exchange_dtype="bfloat16")
+
+    async def one_rank() -> list[list[int]]:
+        engine = AsyncEngine.launch(None, config)
+        try:
+            return await together(engine)
+        finally:
+            await engine.shutdown(drain=True)
+
+    expected = asyncio.run(one_rank())
+    running = Running(config=config, **layout)
+    try:
+        assert running.run(together) == expected
+        running.run(lambda engine: arrivals(engine, expected, 0, 12))
     finally:
         running.close()
 

@@ -21,7 +21,7 @@ from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 from coterie.spec.cache import CacheKind
 from coterie.spec.model import ModelSpec
-from coterie.spec.parallel import ParallelConfig
+from coterie.spec.parallel import ExchangeDtype, ParallelConfig
 from coterie.spec.tensor_split import TensorSplit
 
 PAGE = 4
@@ -108,6 +108,7 @@ class Model:
     options: dict[str, Any]
     path: Any = None
     cache: CacheKind = "bf16"
+    exchange_dtype: ExchangeDtype = "float32"
 
     def ranks(self, dp: int, tp: int, num_blocks: int) -> list[Rank]:
         """dp groups of tp ranks each, experts over all of them; one rank is the plain model."""
@@ -128,7 +129,10 @@ class Model:
             load = None
             if moe:
                 load = ExpertLoad([index for index, _ in moe], moe[0][1].num_experts, self.kernels.to_host)
-            model = Transformer(self.spec, weights, Runtime(self.kernels, transport, timer, load, group=group))
+            runtime = Runtime(
+                self.kernels, transport, timer, load, group=group, exchange_dtype=self.exchange_dtype
+            )
+            model = Transformer(self.spec, weights, runtime)
             ranks.append(Rank(model, PagedCache(model.spec, num_blocks, PAGE, self.cache, self.kernels), transport))
         return ranks
 

@@ -60,6 +60,27 @@ def test_quantised_weights(name: str, quant: str) -> None:
     assert_equal(Model(family(name), NativeKernels(1), {**DUMMY, "quant": QUANTS[quant]}, cache="int8"), 2)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("dp", [1, 4])
+@pytest.mark.parametrize("name", ["mla q_lora", "gqa qkv bias, shared gate"])
+def test_rows_that_travel_narrow(name: str, dp: int, micro_batches: int) -> None:
+    """int8 rows out and bf16 outputs back: the bits of one rank, which rounds too; on four groups, or on one of two."""
+    options = {**DUMMY, "quant": QUANTS["int8"]}
+    narrow = Model(family(name), NativeKernels(1), options, exchange_dtype="bfloat16")
+    if dp == 1:
+        rounded = assert_equal(narrow, 2, micro_batches)
+        plain = assert_equal(Model(family(name), NativeKernels(1), options), 2)
+        assert rounded[0][0][0].tobytes() != plain[0][0][0].tobytes(), "one rank rounds too"
+        return
+    sequences = Sequences(LENGTHS, 133)
+    alone = run_steps(narrow.ranks(1, 1, sequences.num_blocks), 1, steps_of(sequences))
+    found = run_steps(narrow.ranks(dp, 1, sequences.num_blocks), 1, steps_of(sequences, dp), micro_batches)
+    for (one,), many in zip(alone, found, strict=True):
+        for hidden, logits in many:
+            np.testing.assert_array_equal(hidden, one[0])
+            np.testing.assert_array_equal(logits, one[1])
+
+
 @pytest.mark.parametrize("isa", [*_native.isa_levels(), "amx-emulated"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["mla single query", "gqa norms"])

@@ -10,12 +10,12 @@ import numpy as np
 from coterie.comm.exchange import Exchange, FormPolicy
 from coterie.comm.mesh import Mesh
 from coterie.comm.transport import Transport
+from coterie.comm.travel import Travel
 from coterie.kernels.batch import ForwardBatch
 from coterie.moe.dispatch import Dispatcher
 from coterie.moe.experts import Experts
 from coterie.moe.layer import MoELayer
 from coterie.moe.router import Router
-from coterie.moe.travel import Travel
 from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 from coterie.spec.model import MoESpec

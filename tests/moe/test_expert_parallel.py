@@ -192,7 +192,7 @@ def test_number_of_exchanges(form: str, copies: bool, dispatch: int, back: int) 
 
 def test_copies_share_the_rows_of_their_expert() -> None:
     """All tokens want expert 5, which has three copies: by this batch's counts, and without them by the last one's."""
-    for form, most in (("flat", 30), ("fixed", 36), ("hierarchical", 36)):
+    for form, more in (("flat", 0), ("fixed", 6), ("hierarchical", 6)):
         ranks = Ranks(4, FORMS[form], copies=True, skew="one expert")
         x = [tokens(12, rank) for rank in range(4)]
         ranks.run(x)
@@ -205,7 +205,8 @@ def test_copies_share_the_rows_of_their_expert() -> None:
         assert computed[slots].sum() == 48
         assert computed[slots].min() > 0
         loads = computed.reshape(4, 3).sum(1)
-        assert loads.sum() == 144 and loads[[0, 2, 3]].max() <= most, f"{form}: {loads}"  # rank 1 has no copy of it
+        with_copy = loads[[0, 2, 3]]  # rank 1 has none
+        assert loads.sum() == 144 and with_copy.max() <= -(-with_copy.sum() // 3) + more, f"{form}: {loads}"
 
 
 def test_a_slow_rank_gets_less_and_tokens_do_not_change() -> None:

@@ -78,18 +78,24 @@ def _median(group: Transport, nbytes: int) -> Generator[Handle, None, float]:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A layer's exchange as the choice sees it: `tokens` a rank in a long step, `small` in a short one (or 0)."""
+    """A layer's exchange as the choice sees it: `tokens` a rank in a long step, `small` in a short one (or 0).
+    `out_bytes`, `back_bytes`: of a row on its way to an expert, without its slots, and of an output on its way back."""
 
-    hidden: int
+    out_bytes: int
+    back_bytes: int
     top_k: int
     tokens: int
     small: int = 0
+
+    def packed(self, *, weighted: bool) -> int:
+        """Bytes of a row with its slots, and with its weights."""
+        return self.out_bytes + 4 * self.top_k * (2 if weighted else 1)
 
 
 def expected_seconds(form: FormName, mesh: Mesh, links: Links, traffic: Traffic) -> float:
     """Dispatch and combine of `traffic.tokens` uniformly routed tokens a rank."""
     ranks, nodes, top_k = mesh.world.size, mesh.num_nodes, traffic.top_k
-    local, row = ranks / nodes, 4 * (traffic.hidden + 2 * top_k)
+    local = ranks / nodes
     to_ranks, to_nodes = _distinct(ranks, top_k), _distinct(nodes, top_k)
     reduced = form.endswith("reduced")
     if form.startswith("hierarchical"):
@@ -99,8 +105,9 @@ def expected_seconds(form: FormName, mesh: Mesh, links: Links, traffic: Traffic)
         between, inside = to_ranks * (ranks - local) / ranks, to_ranks * (local - 1) / ranks
         exchanges = 3
     back = (between, inside) if reduced else (top_k * (ranks - local) / ranks, top_k * (local - 1) / ranks)
-    spent = (between + back[0]) / links.between + (inside + back[1]) / links.inside
-    return exchanges * links.latency + traffic.tokens * row * spent
+    out = traffic.packed(weighted=reduced) * (between / links.between + inside / links.inside)
+    home = traffic.back_bytes * (back[0] / links.between + back[1] / links.inside)
+    return exchanges * links.latency + traffic.tokens * (out + home)
 
 
 def _distinct(places: float, draws: int) -> float:
@@ -134,8 +141,8 @@ def _fixed(policy: FormPolicy, mesh: Mesh, links: Links, traffic: Traffic) -> tu
     small = replace(traffic, tokens=traffic.small)
     sized = expected_seconds(policy.sized, mesh, links, small)
     ranks, nodes = mesh.world.size, mesh.num_nodes
-    row, local = 4 * (traffic.hidden + traffic.top_k), ranks / nodes
-    back = 4 * traffic.hidden * traffic.top_k / ranks
+    row, local = traffic.packed(weighted=False), ranks / nodes
+    back = traffic.back_bytes * traffic.top_k / ranks
     padded = traffic.small * (
         (ranks - local) * (row + back) / links.between + (local - 1) * (row + back) / links.inside
     )
@@ -150,9 +157,11 @@ def open_exchange(
     world: Transport, placement: ExpertPlacement, traffic: Traffic, wanted: FormPolicy | None = None
 ) -> Generator[Handle, None, tuple[Exchange, tuple[Choice, ...]]]:
     """Make a rank's exchange in the form that was asked for, or in what a probe of the links finds best (exact)."""
+    rows = Choice("exchange rows", f"{traffic.out_bytes} B out, {traffic.back_bytes} B back",
+                  "out as the experts' kernel reads them, back as exchange_dtype says")  # fmt: skip
     mesh = Mesh.of(world, placement.node_of_rank)
     if wanted is not None:
-        return Exchange(mesh, placement, wanted), (Choice("exchange", wanted.sized, "asked for"),)
+        return Exchange(mesh, placement, wanted), (Choice("exchange", wanted.sized, "asked for"), rows)
     links = yield from probe_links(mesh)
     policy, chosen = choose(mesh, links, traffic)
 
@@ -160,4 +169,4 @@ def open_exchange(
         now = Links(links.latency, rates.inside or links.inside, rates.between or links.between)
         return replace(policy, sized=choose(mesh, now, traffic)[0].sized)
 
-    return Exchange(mesh, placement, policy, again), chosen
+    return Exchange(mesh, placement, policy, again), (*chosen, rows)

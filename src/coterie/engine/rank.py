@@ -39,6 +39,7 @@ from coterie.kernels.select import Choice
 from coterie.model.overlap import drive
 from coterie.model.shard import ExpertShard
 from coterie.model.transformer import Transformer
+from coterie.moe.layer import MoELayer
 from coterie.observe.expert_load import ExpertLoad
 from coterie.spec.errors import CoterieError
 from coterie.spec.placement import ExpertPlacement
@@ -206,7 +207,10 @@ class Rank:
         spec, config = self._info.files.spec, self._info.config
         top_k = next(moe.top_k for _, moe in spec.moe_layers())
         small = min(SHORT_STEP, config.max_running_requests)
-        return Traffic(spec.hidden_size, top_k, config.chunked_prefill_size, small)
+        feeds = [layer.ffn for layer in self.core.runner.model.layers]
+        travel = next(ffn.dispatcher.travel for ffn in feeds if isinstance(ffn, MoELayer))
+        out, back = travel.out_bytes(spec.hidden_size), travel.back_bytes(spec.hidden_size)
+        return Traffic(out, back, top_k, config.chunked_prefill_size, small)
 
     def _connect(self, regroup: Regroup, purpose: Purpose) -> Transport:
         """Meet the other members at the store."""

@@ -14,6 +14,7 @@ from coterie.comm.exchange import Exchange
 from coterie.comm.local import LocalTransport
 from coterie.comm.tensor_group import TensorGroup
 from coterie.comm.transport import Handle, Transport
+from coterie.comm.travel import Travel
 from coterie.kernels.api import Array, Bank, BlockInput, GroupedWeights, Kernels, LatentWeights, Prepared, Projection
 from coterie.model.attention import Attention, GroupedAttention, LatentAttention, LayerCache, bind
 from coterie.model.overlap import drive
@@ -21,7 +22,6 @@ from coterie.moe.dispatch import Dispatcher
 from coterie.moe.experts import Experts, FusedExperts, SplitExpert
 from coterie.moe.layer import MoELayer
 from coterie.moe.router import Router
-from coterie.moe.travel import Travel
 from coterie.observe.expert_load import ExpertLoad
 from coterie.observe.stages import StageTimer
 from coterie.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec

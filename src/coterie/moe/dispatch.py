@@ -13,9 +13,9 @@ from typing import Any
 
 from coterie.comm.exchange import COUNTED, Exchange
 from coterie.comm.transport import Handle, Int64
+from coterie.comm.travel import Travel
 from coterie.kernels.api import Array, Kernels, Routed, SortedRows
 from coterie.moe.forms import Call, FixedForm, FlatForm, Forms, sized_forms
-from coterie.moe.travel import Travel
 
 
 @dataclass(slots=True, eq=False)

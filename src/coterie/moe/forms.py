@@ -28,8 +28,8 @@ from coterie.comm.rows import (
     sum_plan,
 )
 from coterie.comm.transport import Handle, Int64, Transport
+from coterie.comm.travel import Travel
 from coterie.kernels.api import Array, Routed
-from coterie.moe.travel import Travel
 
 
 class Call(NamedTuple):
