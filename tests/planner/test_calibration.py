@@ -143,9 +143,10 @@ def test_more_load_and_longer_context_never_make_a_token_faster() -> None:
 def test_a_full_prefill_pool_is_flagged() -> None:
     pools = "trtllm disagg P1x(TP1 DP2 EP2) D1x(TP1 DP32 EP32) decode bs 64"
     changes = {"parallelism": pools, "n_gpus": "34", "metric": "TTFT", "hardware": "GB200 NVL72", "isl": "8192"}
-    for load, full in (("64 concurrent", False), ("2048 concurrent", True)):
+    for load, full in (("16 concurrent", False), ("2048 concurrent", True)):
         found = predict(question(**changes, batch_or_concurrency=load)).quantity
         assert found is not None and ("SATURATED" in found.flags) == full
+        assert (found.value > 100_000) == full, "2,048 prompts of 8,192 tokens wait for two devices"
 
 
 def test_a_time_below_any_step_is_suspected_of_speculation() -> None:

@@ -154,13 +154,18 @@ def token_timer(case: Served) -> Timer:
 
 
 def first_token_timer(case: Served) -> Timer:
-    """Seconds to the first token: the front end, prompts before, its own, and the step that is running."""
+    """Seconds to the first token: the front end, prompts before, its own, and the step that is running. Where prompts
+    come faster than they are computed, all requests that do not decode wait: C own / groups - osl x token."""
     step, prompt = step_timer(case, case.per_pool), prefill_timer(replace(case, prompts=1.0, overlap=False))
-    before = max(0.0, case.requests / (case.prefill_count * case.prefill.dp) - 1)
+    token = token_timer(case)
+    groups = case.prefill_count * case.prefill.dp
+    before = max(0.0, case.requests / groups - 1)
 
     def seconds(z: Vector) -> float:
         own = prompt(z)
-        return FRONT_SECONDS * times(z, "front") + own * (1 + KAPPA * times(z, "kappa") * before) + step(z)
+        wait = KAPPA * times(z, "kappa") * before * own
+        full = case.requests / groups * own - case.osl * token(z) if case.apart else 0.0
+        return FRONT_SECONDS * times(z, "front") + own + max(wait, full) + step(z)
 
     return seconds
 
