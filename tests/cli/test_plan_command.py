@@ -91,6 +91,14 @@ def test_every_formula_stands_in_the_docs(name: str, capsys: pytest.CaptureFixtu
     assert found and not [each for each in found if f"`{each}`" not in page]
 
 
+def test_the_python_example_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("DeepSeek-V3 True ") and result.stdout.endswith(("latency\n", "capacity\n"))
+
+
 def test_a_bare_number_is_seen() -> None:
     assert list(bare_numbers({"asked": {"n": 3}, "a": [{"b": 1}], "fits": True})) == [".a[0].b"]
 

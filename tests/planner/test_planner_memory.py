@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coterie.model.banks import memory_needs
 from coterie.model.names import weight_layout
@@ -176,3 +178,26 @@ def test_sizes_that_cannot_be_are_refused_by_name(values: dict[str, float]) -> N
 def test_a_model_without_a_prediction_block_cannot_load_one() -> None:
     with pytest.raises(SpecError, match="no multi-token-prediction block"):
         weight_items(LITE, replace(ONE, mtp=True))
+
+
+@given(
+    name=st.sampled_from(["v3", "v2-lite", "mixtral-8x7b", "qwen3-235b", "llama-3.1-70b"]),
+    devices=st.sampled_from([1, 2, 4, 8, 12, 16, 48, 64]),
+    pick=st.integers(0, 10_000),
+    batch=st.one_of(st.none(), st.integers(1, 5000)),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_layout_holds_all_weights_and_adds_up(name: str, devices: int, pick: int, batch: int | None) -> None:
+    """Ranks together hold each weight; items and the rest are the device; more memory never holds less."""
+    spec = model(name)[1]
+    found = list(layouts(spec, devices, Layout(devices=devices, tp=1, dp=devices, ep=devices, weights="bf16")))
+    if not found:
+        return
+    layout = found[pick % len(found)]
+    assert weight_bytes(layout, spec) * devices >= 2 * spec.num_parameters * (1 - 1e-12)
+    result = budget(spec, H100, layout, Load(batch=batch))
+    assert result.used + result.free.value == pytest.approx(H100.memory_bytes)
+    assert result.b_cap_safe.value <= result.b_cap.value
+    assert result.b_cap.p10 <= result.b_cap.value <= result.b_cap.p90
+    larger = budget(spec, replace(H100, memory_gb=200), layout, Load(batch=batch))
+    assert larger.b_cap.value >= result.b_cap.value
