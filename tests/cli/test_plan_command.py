@@ -34,6 +34,8 @@ PLANS: dict[str, list[str]] = {
     "memory that does not fit": ["memory", "v3", "--hw", "h100", "--mtp"],
     "limits": ["limits", "r1", "--hw", "b200-paper", "-n", "32", "--context", "2048", "--context", "8192"],
     "step": ["step", "v3", "--hw", "h100", "-n", "16", "--batch", "64", "--skew", "zipf:0.6"],
+    "tiers": ["tiers", "v3", "--hw", "rtx-4090", "--weights", "int4", "--cpu", "xeon-6980p"],
+    "pim": ["pim", "r1", "--hw", "b200-paper", "-n", "32", "--requests", "8", "--context", "2048"],
     "net": ["net", "v3", "--hw", "h100", "-n", "32"],
     "imbalance": ["imbalance", "v3", "--hw", "h100", "-n", "32", "--skew", "zipf:0.6"],
     "pods": ["pods", "v3", "--hw", "b200-paper", "-n", "64", "--requests", "81", "--context", "2048", "--zipf", "0.6"],

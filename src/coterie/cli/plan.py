@@ -18,6 +18,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "limits": ("coterie.cli.plan_limits:limits", "Show the compute, capacity and latency limits of the batch."),
     "step": ("coterie.cli.plan_step:step", "Show the time of a decode and a prefill step by operation."),
     "calibrate": ("coterie.cli.plan_calibrate:calibrate", "Measure this machine and write a hardware file."),
+    "tiers": ("coterie.cli.plan_tiers:tiers", "Experts over device memory, RAM and disk; CPU and GPU together."),
+    "pim": ("coterie.cli.plan_pim:pim", "What a processing-in-memory device would change, and up to which batch."),
     "compare": ("coterie.cli.plan_compare:compare", "Set models or layouts side by side."),
     "net": ("coterie.cli.plan_net:net", "Time of an expert exchange by topology and form."),
     "imbalance": ("coterie.cli.plan_imbalance:imbalance", "Busiest expert and rank by skew and placement."),

@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
+from coterie.planner.cpu_server import PREFIX, CpuServer
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import DeviceKind, HardwareSpec, Topology
 
@@ -32,7 +33,10 @@ def devices() -> tuple[HardwareSpec, ...]:
 
 
 def device(name: str) -> HardwareSpec:
-    """The device of a name, or of a YAML file's path. Raises SpecError with near names, or with the wrong field."""
+    """The device of a name, of a YAML file's path, or of a CPU server's data (`cpu:channels=12,...`). Raises SpecError
+    with near names, or with the wrong field."""
+    if name.startswith(PREFIX):
+        return CpuServer.parse(name).hardware()
     if name.endswith((".yaml", ".yml", ".json")) or "/" in name:
         return read_device(Path(name))
     wanted = _plain(name)
