@@ -6,7 +6,6 @@ help and config cannot disagree. Not a place for verbs, except `version`, which 
 
 from __future__ import annotations
 
-import math
 import platform
 import sys
 import time
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from coterie import __version__
 from coterie.cli.main import debug_option
+from coterie.cli.ranges import FiniteRange
 from coterie.engine.config import OPTION_NAMES, EngineConfig
 from coterie.engine.config import engine_config as config_of
 from coterie.engine.messages import SamplingParams
@@ -37,16 +37,6 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 DEFAULTS = EngineConfig()
 AT_LEAST_ONE = click.IntRange(min=1)
 SHOWN_PACKAGES = ("numpy", "tokenizers", "safetensors", "msgspec", "fastapi", "uvicorn", "torch")
-
-
-class FiniteRange(click.FloatRange):
-    """A range of numbers; neither NaN, which every bare comparison lets pass, nor infinity."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number", param, ctx)
-        return number
 
 
 def choice(field_name: str) -> click.Choice[str]:

@@ -13,6 +13,7 @@ import click
 
 from coterie.cli.plan_options import LAYOUT_OPTIONS, MODEL_OPTIONS, load_options, read_model
 from coterie.cli.plan_output import number, show_json, table
+from coterie.cli.ranges import FiniteRange
 from coterie.planner.compare import NAMES, PRIOR_SPREAD, Ask, Column, Side, ratio
 from coterie.planner.compare import compare as compare_sides
 from coterie.planner.devices import device
@@ -41,12 +42,12 @@ def side_options(function: Any) -> Any:
 @load_options
 @click.option(
     "--slo",
-    type=click.FloatRange(0, 3.6e6, min_open=True),
+    type=FiniteRange(0, 3.6e6, min_open=True),
     default=50.0,
     show_default=True,
     help="Milliseconds that a token may take.",
 )
-@click.option("--price", type=click.FloatRange(0, 1e6), default=0.0, help="Price of a device and hour.")
+@click.option("--price", type=FiniteRange(0, 1e6), default=0.0, help="Price of a device and hour.")
 def compare(sides: tuple[str, ...], load: Load, slo: float, price: float, **values: Any) -> None:
     """Set models or layouts side by side: size, limits, cost of a token.
 

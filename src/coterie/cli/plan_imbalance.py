@@ -9,6 +9,7 @@ import click
 
 from coterie.cli.plan_options import Asked, plan_options
 from coterie.cli.plan_output import number, show_json, table
+from coterie.cli.ranges import FiniteRange
 from coterie.planner.cost import decode_step, prior
 from coterie.planner.imbalance import Imbalance, Placement, TooLarge, gamma
 from coterie.planner.layout import WEIGHT_BYTES
@@ -44,14 +45,14 @@ class Row:
 )
 @click.option(
     "--tokens",
-    type=click.FloatRange(1e-3, 1e7),
+    type=FiniteRange(1e-3, 1e7),
     default=128.0,
     show_default=True,
     help="Tokens of a step on each rank.",
 )
 @click.option(
     "--context",
-    type=click.FloatRange(1, 1e8),
+    type=FiniteRange(1, 1e8),
     default=2048.0,
     show_default=True,
     help="Tokens of each request in the step whose time is shown; a request is one of --tokens.",

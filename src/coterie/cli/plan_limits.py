@@ -9,6 +9,7 @@ import click
 
 from coterie.cli.plan_options import TOKENS, Asked, plan_options
 from coterie.cli.plan_output import number, show_json, table
+from coterie.cli.ranges import FiniteRange
 from coterie.planner.limits import Limits, Terms, paper_limits
 from coterie.planner.quantity import sure
 
@@ -25,21 +26,21 @@ from coterie.planner.quantity import sure
 )
 @click.option(
     "--slo",
-    type=click.FloatRange(0, 3.6e6, min_open=True),
+    type=FiniteRange(0, 3.6e6, min_open=True),
     default=50.0,
     show_default=True,
     help="Milliseconds that a token may take.",
 )
 @click.option(
     "--utilisation",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0.01, 1),
     default=0.95,
     show_default=True,
     help="Share of memory that is usable.",
 )
 @click.option(
     "--gamma",
-    type=click.FloatRange(1, 1e6),
+    type=FiniteRange(1, 1e6),
     default=1.0,
     show_default=True,
     help="Tokens of the busiest rank over the mean.",

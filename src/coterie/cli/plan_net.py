@@ -9,6 +9,7 @@ import click
 
 from coterie.cli.plan_options import Asked, plan_options
 from coterie.cli.plan_output import number, show_json, table
+from coterie.cli.ranges import FiniteRange
 from coterie.planner.cost import prior
 from coterie.planner.imbalance import gamma
 from coterie.planner.network import FORMS, FP8_ROW, PAPER, Exchange, Form, busiest_pair, ranks_per_domain
@@ -24,7 +25,7 @@ BYTES = {"bf16": 2.0, "fp8": FP8_ROW}
 @click.command()
 @plan_options
 @click.option(
-    "--tokens", type=click.FloatRange(1e-3, 1e7), default=128.0, show_default=True, help="Tokens that each rank sends."
+    "--tokens", type=FiniteRange(1e-3, 1e7), default=128.0, show_default=True, help="Tokens that each rank sends."
 )
 @click.option("--skew", default="uniform", show_default=True, help=f"Use of the experts: {SKEWS}.")
 @click.option(
@@ -48,8 +49,8 @@ BYTES = {"bf16": 2.0, "fp8": FP8_ROW}
     show_default=True,
     help="How often a row is sent in the what-if topologies: to each expert, rank or node.",
 )
-@click.option("--alpha-us", type=click.FloatRange(0, 1e6), help="Seconds of an exchange beside its bytes, in us.")
-@click.option("--share", type=click.FloatRange(0, 1, min_open=True), help="Share of the links' rate that is reached.")
+@click.option("--alpha-us", type=FiniteRange(0, 1e6), help="Seconds of an exchange beside its bytes, in us.")
+@click.option("--share", type=FiniteRange(0, 1, min_open=True), help="Share of the links' rate that is reached.")
 def net(
     asked: Asked, tokens: float, skew: str, placement: Any, dispatch: str, form: Form, alpha_us: float | None,
     share: float | None,

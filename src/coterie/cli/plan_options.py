@@ -16,6 +16,7 @@ from typing import Any, get_args
 import click
 
 from coterie.cli.main import debug_option
+from coterie.cli.ranges import FiniteRange
 from coterie.planner.devices import device
 from coterie.planner.layout import CacheName, Layout, WeightName, Wish, choose, nearest_format
 from coterie.planner.measured import Measured
@@ -64,7 +65,7 @@ MODEL_OPTIONS: tuple[Decorator, ...] = (
     click.option("--hardware", "--hw", "hardware", required=True, metavar="NAME|FILE",
                  help="A device of `plan devices`, or a YAML file of HardwareSpec's fields."),
     click.option("-n", "--devices", "devices", type=COUNT, default=1, show_default=True, help="How many of them."),
-    click.option("--memory-gb", type=click.FloatRange(0, 1e6, min_open=True),
+    click.option("--memory-gb", type=FiniteRange(1e-3, 1e6),
                  help="Memory of a device in 1e9 bytes, if it is not the table's."),
 )  # fmt: skip
 
@@ -93,7 +94,7 @@ LOAD_OPTIONS: tuple[Decorator, ...] = (
     click.option("--osl", type=TOKENS, default=DEFAULT_LOAD.osl, show_default=True, help="Answer, in tokens."),
     click.option("--chunk", type=TOKENS, default=DEFAULT_LOAD.chunk, show_default=True,
                  help="Prompt tokens of one step of a rank."),
-    click.option("--utilisation", type=click.FloatRange(0, 1, min_open=True), default=DEFAULT_LOAD.utilisation,
+    click.option("--utilisation", type=FiniteRange(0.01, 1), default=DEFAULT_LOAD.utilisation,
                  show_default=True, help="Share of a device's memory that may be used."),
     click.option("--page", type=TOKENS, default=DEFAULT_LOAD.page, show_default=True, help="Tokens of a cache page."),
 )  # fmt: skip

@@ -8,6 +8,7 @@ import click
 
 from coterie.cli.plan_options import Asked, plan_options
 from coterie.cli.plan_output import show_json, table
+from coterie.cli.ranges import FiniteRange
 from coterie.planner.cost import prior
 from coterie.planner.imbalance import TooLarge
 from coterie.planner.pods import IDEAL, Contest, Side, contest_sides, crossing
@@ -23,7 +24,7 @@ CASES = (("random", False, 0), ("balanced", True, 0), ("balanced, one copy a ran
 @click.option("--pod", type=click.IntRange(1, 65536), default=32, show_default=True, help="Devices of a pod.")
 @click.option(
     "--requests",
-    type=click.FloatRange(1e-3, 1e6),
+    type=FiniteRange(1e-3, 1e6),
     multiple=True,
     default=(81.0, 281.0),
     show_default=True,
@@ -31,7 +32,7 @@ CASES = (("random", False, 0), ("balanced", True, 0), ("balanced, one copy a ran
 )
 @click.option(
     "--context",
-    type=click.FloatRange(1, 1e8),
+    type=FiniteRange(1, 1e8),
     multiple=True,
     default=(2048.0, 16384.0),
     show_default=True,
@@ -39,7 +40,7 @@ CASES = (("random", False, 0), ("balanced", True, 0), ("balanced, one copy a ran
 )
 @click.option(
     "--zipf",
-    type=click.FloatRange(0, 10),
+    type=FiniteRange(0, 10),
     multiple=True,
     default=(0.0, 0.2, 0.4, 0.6, 0.8),
     show_default=True,
@@ -47,7 +48,7 @@ CASES = (("random", False, 0), ("balanced", True, 0), ("balanced, one copy a ran
 )
 @click.option(
     "--group-gbps",
-    type=click.FloatRange(0, 1e6),
+    type=FiniteRange(0, 1e6),
     default=0.0,
     help="Links of a device in the large group, GB/s a direction. [default: as in a pod]",
 )

@@ -9,6 +9,7 @@ import click
 
 from coterie.cli.plan_options import TOKENS, Asked, plan_options
 from coterie.cli.plan_output import number, say, show_json, table
+from coterie.cli.ranges import FiniteRange
 from coterie.planner.cost import Efficiency, StepCost, decode_step, prefill_step, prior
 from coterie.planner.limits import Limits, paper_limits
 from coterie.planner.ops import Point
@@ -42,7 +43,7 @@ class Answer:
 @click.option("--skew", metavar="SKEW", help="How uneven experts are (see `plan imbalance`). [default: even]")
 @click.option("--overlap", is_flag=True, help="Two micro-batches: one computes while the other exchanges.")
 @click.option("--draft", type=click.IntRange(0, 16), default=0, show_default=True, help="Tokens drafted a step.")
-@click.option("--accept", type=click.FloatRange(0, 1), default=0.85, show_default=True,
+@click.option("--accept", type=FiniteRange(0, 1), default=0.85, show_default=True,
               help="Probability that a drafted token is right.")  # fmt: skip
 def step(asked: Asked, **values: Any) -> None:
     """Show the time of a decode and a prefill step by operation.

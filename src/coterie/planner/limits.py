@@ -178,7 +178,7 @@ def _check_capacity(weights: float, hw: HardwareSpec, layout: Layout, terms: Ter
     if weights >= have:
         raise SpecError(
             f"no request fits: {layout.devices} x {hw.name} have {have / 1e9:,.0f} GB of usable memory and weights "
-            f"take {weights / 1e9:,.0f} GB; use more devices (at least {math.ceil(weights / each)} for one "
+            f"take {weights / 1e9:,.0f} GB; use more devices (at least {math.ceil(weights / max(each, 1.0))} for one "
             "copy of these) or a smaller format"
         )
 
