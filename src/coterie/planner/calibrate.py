@@ -26,7 +26,7 @@ from coterie.spec.errors import SpecError
 
 Family = Literal["served", "host", "exchange", "kernel"]
 
-NOISE = {"tpot": 0.06, "ttft": 0.25, "svc": 0.16, "thr": 0.1}
+NOISE = {"tpot": 0.06, "ttft": 0.2, "svc": 0.16, "thr": 0.1}
 """Standard deviation of the logarithm of a measurement of its kind that is repeated: definitions, versions, queues."""
 
 SERVED = Prior(
@@ -38,13 +38,13 @@ SERVED = Prior(
         (0.08, 0.25, 0.20, 0.25, 0.00, 0.00, 0.00, 0.10, 0.40, 0.00, 0.20, 0.00, 0.03),  # architecture
         (0.12, 0.20, 0.25, 0.15, 0.20, 0.20, 0.20, 0.00, 0.00, 0.00, 0.30, 0.00, 0.05),  # hardware
         (0.03, 0.25, 0.10, 0.10, 0.00, 0.00, 0.00, 0.10, 0.30, 0.05, 0.15, 0.10, 0.02),  # engine-architecture
-        (0.05, 0.10, 0.00, 0.10, 0.00, 0.00, 0.00, 0.05, 0.15, 0.00, 0.15, 0.10, 0.02),  # engine-architecture-hardware
+        (0.05, 0.10, 0.00, 0.10, 0.00, 0.00, 0.00, 0.05, 0.15, 0.00, 0.30, 0.80, 0.02),  # engine-architecture-hardware
         (0.03, 0.15, 0.05, 0.10, 0.00, 0.00, 0.00, 0.05, 0.20, 0.00, 0.15, 0.10, 0.03),  # engine-model
         (0.00, 0.40, 0.30, 0.20, 0.15, 0.15, 0.20, 0.10, 0.30, 0.00, 0.35, 0.15, 0.03),  # release
         (0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.02),  # quantity
         (0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.02),  # run
     ),
-    (("run", 0.7),),
+    (("run", 1.2),),
 )  # fmt: skip
 PRIORS: Mapping[Family, Prior] = {
     "served": SERVED,
@@ -166,8 +166,9 @@ def run_of(one: Asked) -> str:
 
 def model_of_row(one: Asked) -> str:
     """Models of one shape are one: V3 and R1."""
-    if one.family == "served":
-        return one.case.labels[PRIORS[one.family].levels.index("engine-model")].rpartition("/")[2]
+    levels = PRIORS[one.family].levels
+    if "engine-model" in levels:
+        return one.case.labels[levels.index("engine-model")].rpartition("/")[2]
     return one.row.model.split(" (")[0]
 
 

@@ -167,7 +167,8 @@ def seconds_of(op: Op, hw: HardwareSpec, eff: Efficiency, around: float = 0.0) -
     if eff.measured is not None:
         return measured_seconds(op, hw, eff.measured, around)
     share = eff.eta_a if op.kind == "attention" else eff.eta_p
-    compute = op.operations / (hw.rate(op.bits) * share)
+    bits = op.bits if op.kind != "attention" or hw.fp4_tops else 16  # before Blackwell an fp8 cache is widened first
+    compute = op.operations / (hw.rate(bits) * share)
     reading = eff.eta_e or eff.eta_m if op.name == "routed experts" else eff.eta_m
     memory = op.nbytes / (hw.memory_rate * reading)
     return (compute, "compute") if compute > memory else (memory, "memory")

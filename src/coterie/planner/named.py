@@ -37,6 +37,8 @@ _MEANS: tuple[tuple[str, str], ...] = (
 def model_of(text: str) -> tuple[str, ModelSpec, bool]:
     """(name, description, whether it is exact). Raises SpecError if the text names no model that we know of."""
     plain = re.sub(r"\s*\([^)]*\)", "", text).strip()
+    if re.search(r"deepseek-?v3\.2", plain, re.I):  # its sparse attention has no description here
+        return (*model("DeepSeek-V3"), False)
     candidates = [plain, *plain.split("/")]
     candidates += [re.sub(r"[-_ ](fp8|fp4|nvfp4|bf16|int8|instruct|it|base|\d{4})\b.*$", "", plain, flags=re.I)]
     candidates += [name for pattern, name in _MEANS if re.search(pattern, plain, re.I)]

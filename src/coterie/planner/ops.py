@@ -181,7 +181,8 @@ def attention_weights(spec: AttentionSpec, hidden: int, tp: int) -> float:
 
 
 def attention_ops(spec: AttentionSpec, layout: Layout, batch: Batch, *, absorbed: bool) -> Iterator[Op]:
-    """Scores and values. Decode reads each request's cache once, whatever the draft."""
+    """Scores and values. Decode reads each request's cache once, whatever the draft, and multiplies an fp8 cache in 8
+    bits where the device has kernels for that (`cost`)."""
     row = layer_row(spec, layout.tp, layout.kv)
     heads = spec.num_heads / layout.tp
     narrow = 2 * heads * (spec.qk_head_dim + spec.v_head_dim)
@@ -191,7 +192,8 @@ def attention_ops(spec: AttentionSpec, layout: Layout, batch: Batch, *, absorbed
         requests, length = requests_per_group(batch.decode, layout), batch.decode.context
         pairs = requests * (1 + batch.decode.draft) * length
         yield Op(name="attention of streams", kind="attention", layer=0, times=1, operations=wide * pairs,
-                 nbytes=requests * length * row, rows=1 + batch.decode.draft, form=spec.kind, unit=width)  # fmt: skip
+                 bits=8 if layout.kv.startswith("fp8") else 16, nbytes=requests * length * row,
+                 rows=1 + batch.decode.draft, form=spec.kind, unit=width)  # fmt: skip
     if batch.prefill is not None:
         new, past = batch.prefill.context, batch.prefill.past
         requests = requests_per_group(batch.prefill, layout)

@@ -21,6 +21,7 @@ from coterie.planner.served import (
     Timer,
     busy_share,
     capacity,
+    decoding,
     first_token_timer,
     output_rate,
     prefill_rate,
@@ -61,6 +62,8 @@ def serving_question(row: Row, noise: float) -> Question:
     _, spec, exact = model_of(row.model)
     served, assumed = served_of(row, said)
     kind, engine, hardware = architecture(spec), said.engine, served.hw.name
+    if not exact and re.search(r"V3\.2|DSA|sparse", row.model):
+        kind += "-sparse"
     mode = "apart" if served.apart else "wide" if served.decode.dp > NODE_DEVICES else "together"
     quantity = "tpot" if row.quantity == "speed" else row.quantity
     labels = (
@@ -159,7 +162,10 @@ def served_of(row: Row, said: Setup) -> tuple[Served, tuple[str, ...]]:
     requests, guess = requests_of(row, said, served)
     if guess:
         assumed.append(guess)
-    return replace(served, requests=requests), tuple(dict.fromkeys(assumed))
+    served = replace(served, requests=requests)
+    if said.phase == "both" and osl > 1:
+        served = decoding(served)
+    return served, tuple(dict.fromkeys(assumed))
 
 
 def usual_pool(row: Row, said: Setup, spec: ModelSpec, hw: HardwareSpec) -> Pool:

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from coterie.planner.bayes import Vector
 from coterie.planner.cost import Efficiency, price
 from coterie.planner.layout import Layout
@@ -41,6 +43,7 @@ ROW_LIMIT = 128.0
 """Sampling, bookkeeping and small kernels of a stream in a step; beyond so many they are done together."""
 FRONT_SECONDS = 0.14
 KAPPA = 0.1
+RIDGE, EASIER = 295.0, 0.25
 HIGHEST = 1.1
 """Shares of a peak end here: published peaks are rounded and clocks move."""
 
@@ -68,22 +71,25 @@ class Served:
     draft: int = 0
     accepted: float = 1.0
     overlap: bool = False
+    running: float = 0.0
 
     @property
     def per_pool(self) -> float:
-        return self.requests / self.decode_count
+        """Streams that one decode pool runs."""
+        return (self.running or self.requests) / self.decode_count
 
 
-def efficiency(z: Vector, kind: str) -> Efficiency:
-    """Efficiencies at z for an architecture."""
+def efficiency(z: Vector, kind: str, hw: HardwareSpec) -> Efficiency:
+    """Efficiencies at z for an architecture. A device with fewer operations a byte is kept busy more easily."""
     m = [math.exp(value) for value in z]
+    easier = (RIDGE / hw.ridge) ** EASIER
     alpha, share = EXCHANGE.alpha * m[4], m[6]
     link = Link(
         alpha=alpha, net_alpha=alpha, share=min(HIGHEST, EXCHANGE.share * share),
         net_share=min(HIGHEST, EXCHANGE.net_share * share),
     )  # fmt: skip
     return Efficiency(
-        eta_m=min(HIGHEST, PRIOR.eta_m * m[0]), eta_p=min(HIGHEST, PRIOR.eta_p * m[1]),
+        eta_m=min(HIGHEST, PRIOR.eta_m * m[0]), eta_p=min(HIGHEST, PRIOR.eta_p * m[1] * easier),
         eta_a=min(HIGHEST, PRIOR.eta_a * m[2]), eta_e=min(HIGHEST, PRIOR.eta_e * m[0] * m[7]),
         layer_seconds=LAYER_SECONDS[kind] * m[3], step_seconds=PRIOR.step_seconds, alpha=PRIOR.alpha * m[4],
         beta=min(HIGHEST, PRIOR.beta * m[5]), link=link,
@@ -123,7 +129,7 @@ def step_timer(case: Served, requests: float, prompts: float = 0.0) -> Timer:
     rows = ROW_SECONDS * streams / (1 + streams / ROW_LIMIT)
 
     def seconds(z: Vector) -> float:
-        step = price(ops, case.hw, efficiency(z, kind), overlap=case.overlap).seconds
+        step = price(ops, case.hw, efficiency(z, kind, case.hw), overlap=case.overlap).seconds
         return step + rows * times(z, "rows")
 
     return seconds
@@ -134,7 +140,7 @@ def prefill_timer(case: Served) -> Timer:
     batch = case.prompts * case.prefill.dp / (2.0 if case.overlap else 1.0)
     kind = architecture(case.model)
     ops = step_ops(case.model, case.prefill, None, Point(batch=batch, context=max(case.isl, 1.0), gamma=case.gamma))
-    return lambda z: price(ops, case.hw, efficiency(z, kind), overlap=case.overlap).seconds
+    return lambda z: price(ops, case.hw, efficiency(z, kind, case.hw), overlap=case.overlap).seconds
 
 
 def token_timer(case: Served) -> Timer:
@@ -168,6 +174,13 @@ def first_token_timer(case: Served) -> Timer:
         return FRONT_SECONDS * times(z, "front") + own + max(wait, full) + step(z)
 
     return seconds
+
+
+def decoding(case: Served) -> Served:
+    """The same with as many streams running as do not wait for their first token, at prior efficiencies."""
+    zero = np.zeros(len(PARAMETERS))
+    running = case.osl * token_timer(case)(zero)
+    return replace(case, running=case.requests * running / (running + first_token_timer(case)(zero)))
 
 
 def busy_share(case: Served) -> Timer:
