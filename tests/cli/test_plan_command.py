@@ -73,6 +73,14 @@ def test_every_number_of_json_says_how_far_to_trust_it(name: str, capsys: pytest
     assert not list(bare_numbers(document))
 
 
+TABLES = {"score", "predict", "calibrate", "devices"}
+"""What prints tables in columns of their own (errors, rows of measurements, fields of devices), not quantities."""
+
+
+def test_every_command_is_asked_here() -> None:
+    assert {name.split()[0] for name in PLANS} >= set(COMMANDS) - TABLES
+
+
 def formulas(value: object) -> Iterator[str]:
     """Ids of all quantities of a document."""
     if isinstance(value, dict):

@@ -126,6 +126,7 @@ def test_a_config_with_missing_fields_names_them(tmp_path: Path) -> None:
 def test_devices_are_named_forgivingly_and_unknown_ones_list_near_names() -> None:
     assert device("h100").name == "H100-SXM5-80GB" and device("B200").memory_gbps == 8000
     assert device("gb200 nvl72").domain == 72
+    assert device("xeon-6454s").name == device("6454S gold").name == "Xeon-Gold-6454S"
     with pytest.raises(SpecError, match="near are H100-SXM5-80GB"):
         device("h1000")
     with pytest.raises(SpecError, match="possible are"):

@@ -45,6 +45,10 @@ def device(name: str) -> HardwareSpec:
     for spec, aliases in _table():
         if wanted in {_plain(spec.name), *map(_plain, aliases)}:
             return spec
+    words = [_plain(word) for word in re.split(r"[\s_-]+", name) if _plain(word)]
+    holding = [spec for spec in devices() if all(word in _plain(spec.name) for word in words)]
+    if len(holding) == 1 and len(wanted) > 3:
+        return holding[0]
     names = {_plain(label): spec.name for spec, aliases in _table() for label in (spec.name, *aliases)}
     near = difflib.get_close_matches(wanted, names, n=5, cutoff=0.5)
     near += [label for label in names if label not in near and (wanted in label or label in wanted)]
