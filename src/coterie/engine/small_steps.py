@@ -20,7 +20,8 @@ from coterie.engine.messages import Add, SamplingParams
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
 
-VOCAB = 512
+VOCABS = (512, 8192)
+"""The larger one in the first size only: what a logit costs."""
 CONTEXT = 96
 STREAMS = (1, 4, 16)
 PROMPTS = (32, 512)
@@ -41,10 +42,11 @@ class SmallStep:
     seconds: float
 
 
-def tiny_config(width: int, layers: int, dense: int) -> dict[str, Any]:
-    """A DeepSeek-V2-like config.json."""
+def tiny_config(width: int, size: tuple[int, int], vocab: int) -> dict[str, Any]:
+    """A DeepSeek-V2-like config.json with (layers, dense ones among them)."""
+    layers, dense = size
     return {
-        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": VOCAB,
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": vocab,
         "hidden_size": width, "intermediate_size": 2 * width, "moe_intermediate_size": width // 2,
         "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1,
         "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": dense, "moe_layer_freq": 1,
@@ -59,8 +61,9 @@ def tiny_config(width: int, layers: int, dense: int) -> dict[str, Any]:
 def small_steps(threads: int | None = None) -> Iterator[SmallStep]:
     """Measure every made-up model. Raises CoterieError if a step fails."""
     for width in WIDTHS:
-        for layers, dense in SIZES:
-            yield from _model(tiny_config(width, layers, dense), threads)
+        for size in SIZES:
+            for vocab in VOCABS if size == SIZES[0] else VOCABS[:1]:
+                yield from _model(tiny_config(width, size, vocab), threads)
 
 
 def _model(config: dict[str, Any], threads: int | None) -> Iterator[SmallStep]:

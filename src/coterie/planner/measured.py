@@ -42,13 +42,14 @@ class Share:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
     """Seconds that no operation accounts for: of a step, each dense and each MoE layer, each stream of a step, and each
-    value of a row in a layer (norms, sums, copies)."""
+    value of a row in a layer (norms, sums, copies), and each logit that is sampled from."""
 
     step: float
     dense_layer: float
     moe_layer: float
     stream: float
     value: float
+    logit: float
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,17 @@ def share_of(reading: tuple[float, float, float], read: float, peak: float) -> f
 def measured_seconds(op: Op, hw: HardwareSpec, measured: Measured, set_bytes: float) -> tuple[float, Bound]:
     """Seconds of one operation in one layer and what bounds it: roofline over share. `set_bytes`: `resident_bytes`."""
     if op.kind == "values":
-        return op.unit * measured.constants.value, "memory"
+        return op.unit * value_seconds(op, measured.constants), "memory"
     integer = op.form in INTEGER_FORMS and hw.int8_tops > 0
     compute = op.operations / ((hw.int8_tops if integer else hw.bf16_tops) * 1e12)
     memory = op.nbytes / measured.read_rate(set_bytes)
     seconds = max(compute, memory) / measured.share(op, set_bytes)
     return seconds, "compute" if compute > memory else "memory"
+
+
+def value_seconds(op: Op, constants: Constants) -> float:
+    """Seconds of a value that is passed, which is a logit or a row's."""
+    return constants.logit if op.name == "sampling" else constants.value
 
 
 def resident_bytes(ops: Sequence[Op]) -> float:
@@ -136,12 +142,12 @@ def constant_seconds(ops: Sequence[Op], constants: Constants) -> tuple[float, fl
     return each, constants.step + streams * constants.stream
 
 
-NOTHING = Constants(step=0.0, dense_layer=0.0, moe_layer=0.0, stream=0.0, value=0.0)
+NOTHING = Constants(step=0.0, dense_layer=0.0, moe_layer=0.0, stream=0.0, value=0.0, logit=0.0)
 
 
 def fit_constants(steps: Sequence[tuple[Sequence[Op], float]], hw: HardwareSpec, measured: Measured) -> Constants:
     """Constants of small steps (operations, seconds): what their operations do not account for, by least squares of
-    relative errors, none below 0 (all subsets are tried, as there are five)."""
+    relative errors, none below 0 (all subsets are tried, as there are six)."""
     bare = replace(measured, constants=NOTHING)
     rows, left = [], []
     for ops, seconds in steps:
@@ -167,5 +173,5 @@ NAMES = tuple(field.name for field in fields(Constants))
 
 def effect(ops: Sequence[Op], constants: Constants) -> float:
     """Seconds that constants add to a step."""
-    values = sum(op.times * op.unit * constants.value for op in ops if op.kind == "values")
+    values = sum(op.times * op.unit * value_seconds(op, constants) for op in ops if op.kind == "values")
     return values + sum(constant_seconds(ops, constants))

@@ -129,6 +129,8 @@ def step_ops(
     for number, (layer, times) in enumerate(model.layer_kinds):
         found += layer_ops(model, layer, layout, batch, (number, float(times)), absorbed=absorbed)
     found.append(head_op(model, layout, batch.heads))
+    logits = batch.heads * model.vocab_size
+    found.append(Op(name="sampling", kind="values", layer=-1, times=1.0, unit=logits))
     if decode is not None and decode.draft:
         found += draft_ops(model, layout, decode)
     return tuple(found)
