@@ -40,7 +40,7 @@ def test_skew_overlap_and_drafts_are_heard(capsys: pytest.CaptureFixture[str]) -
 def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "step", *H200, "--batch", "8"]) == 0
     text = capsys.readouterr().out
-    for words in ("routed experts", "waits for", "time per token", "prefill takes", "B_cap", "UNCALIBRATED"):
+    for words in ("routed experts", "waits for", "time per token", "prefill takes", "B_cap", "EXTRAPOLATED"):
         assert words in text
 
 
@@ -50,6 +50,18 @@ def test_ranks_without_a_network_are_refused_in_a_line(capsys: pytest.CaptureFix
     assert run(["plan", "step", "DeepSeek-V3", "--hardware", str(path), "-n", "16"]) == 1
     text = capsys.readouterr().err
     assert text.startswith("error: ") and text.count("\n") == 1
+
+
+def test_an_engine_with_measurements_narrows_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    def width(found: dict[str, Any]) -> float:
+        return float(found["tpot"]["p90"] / found["tpot"]["value"])
+
+    unknown, known = answer(capsys, *H200), answer(capsys, *H200, "--engine", "sglang")
+    assert known["tpot"]["kind"] == "calibrated" and unknown["tpot"]["kind"] == "extrapolated"
+    assert 1 < width(known) < width(unknown)
+    assert known["prefill"]["seconds"]["p90"] / known["prefill"]["seconds"]["value"] > width(known)
+    assert run(["plan", "step", *H200, "--engine", "no-engine"]) == 1
+    assert "there are of" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from coterie.cli.plan_options import TOKENS, Asked, plan_options
 from coterie.cli.plan_output import number, say, show_json, table
 from coterie.cli.ranges import FiniteRange
-from coterie.planner.cost import Efficiency, StepCost, decode_step, prefill_step, prior
+from coterie.planner.cost import Efficiency, StepCost, mixed_step, prior
 from coterie.planner.limits import Limits, paper_limits
-from coterie.planner.ops import Point
+from coterie.planner.ops import Point, requests_per_group
 from coterie.planner.quantity import Flag, Kind, Quantity
 from coterie.spec.errors import SpecError
 
 MEASURED_SPREAD = (1.2, 1.3)
 """Of decode and prefill on a machine that was calibrated: `benchmarks/plan_vs_engine.py`."""
-PRIOR_SPREAD = (1.6, 1.8)
-"""Of a device whose class was not fitted: what leaving a model or an engine out of the fit costs (docs/planner.md)."""
+PRIOR_SPREAD = (1.8, 2.0)
+"""Of a CPU server that was not calibrated: published CPU rows lie about so far apart at equal rates."""
+INTERVAL: tuple[Literal["tpot", "ttft"], ...] = ("tpot", "ttft")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A step with the factor of its interval, and what to know of it."""
+
+    cost: StepCost
+    spread: float
+    kind: Kind
+    flags: tuple[Flag, ...]
+    how: str
+
+    def quantity(self, seconds: float, formula: str) -> Quantity:
+        """A time of this step with its interval."""
+        return Quantity(seconds, "s", self.kind, formula, seconds / self.spread, seconds * self.spread, self.flags)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Both steps, how they were made and the limits; `gamma` of the busiest rank, `hit` experts of it with a token."""
+    """Both steps and the limits, or the refusal that says why there are none."""
 
-    decode: StepCost
-    prefill: StepCost
-    efficiency: Efficiency
+    decode: Phase
+    prefill: Phase
     limits: Limits | SpecError
     point: Point
     prompt: Point
@@ -41,6 +56,7 @@ class Answer:
 @click.option("--prompt", type=TOKENS, default=1024, show_default=True, help="Tokens of the prompt of the prefill.")
 @click.option("--past", type=click.IntRange(0), default=0, show_default=True, help="Tokens cached before the prompt.")
 @click.option("--skew", metavar="SKEW", help="How uneven experts are (see `plan imbalance`). [default: even]")
+@click.option("--engine", help="Take the efficiencies fitted for this engine. [default: of none in particular]")
 @click.option("--overlap", is_flag=True, help="Two micro-batches: one computes while the other exchanges.")
 @click.option("--draft", type=click.IntRange(0, 16), default=0, show_default=True, help="Tokens drafted a step.")
 @click.option("--accept", type=FiniteRange(0, 1), default=0.85, show_default=True,
@@ -49,7 +65,7 @@ def step(asked: Asked, **values: Any) -> None:
     """Show the time of a decode and a prefill step by operation.
 
     With a hardware file of `plan calibrate` it predicts our engine on that machine; a device of the table gets
-    efficiencies of its class.
+    efficiencies fitted on published measurements.
     """
     answer = solve(asked, values)
     if asked.as_json:
@@ -57,37 +73,56 @@ def step(asked: Asked, **values: Any) -> None:
         return
     click.echo(f"{asked.title()}\n")
     batch, length = values["batch"], values["context"]
-    click.echo(f"decode, {batch:,} requests with {length:,} tokens each\n{ops_table(answer.decode)}")
-    click.echo("\n" + "\n".join(decode_lines(asked, answer)))
-    click.echo(f"\nprefill, a prompt of {values['prompt']:,} tokens\n{ops_table(answer.prefill)}")
-    click.echo("\n" + "\n".join([*prefill_lines(asked, answer), *limit_lines(answer.limits)]))
+    click.echo(f"decode, {batch:,} requests with {length:,} tokens each\n{ops_table(answer.decode.cost)}")
+    click.echo("\n" + "\n".join(decode_lines(answer)))
+    click.echo(f"\nprefill, a prompt of {values['prompt']:,} tokens\n{ops_table(answer.prefill.cost)}")
+    click.echo("\n" + "\n".join([*prefill_lines(answer), *limit_lines(answer.limits)]))
 
 
 def solve(asked: Asked, values: dict[str, Any]) -> Answer:
     """Both steps and the limits. Limits that cannot be are kept as the refusal that says why."""
     layout, model = asked.layout, asked.model
-    efficiency = efficiency_of(asked)
+    layout.check(model)
     point = Point(batch=values["batch"], context=values["context"], overlap=values["overlap"], draft=values["draft"],
                   accept=values["accept"])  # fmt: skip
     prompt = Point(batch=1, context=values["prompt"], past=values["past"])
     if values["skew"] is not None:
         point, prompt = (skewed(asked, each, values["skew"], tokens)
                          for each, tokens in ((point, point.batch), (prompt, prompt.context)))  # fmt: skip
-    layout.check(model)
-    decode = decode_step(model, asked.hardware, layout, point, efficiency)
-    prefill = prefill_step(model, asked.hardware, layout, prompt, efficiency)
+    decode, prefill = phase(asked, values["engine"], point, None), phase(asked, values["engine"], None, prompt)
     limits: Limits | SpecError
     try:
         limits = paper_limits(model, asked.hardware, layout, values["context"])
     except SpecError as error:
         limits = error
-    return Answer(decode, prefill, efficiency, limits, point, prompt)
+    return Answer(decode, prefill, limits, point, prompt)
 
 
-def efficiency_of(asked: Asked) -> Efficiency:
-    """Our engine's where the file was calibrated, else the class's."""
-    known = prior(asked.hardware)
-    return known if asked.measured is None else replace(known, measured=asked.measured, absorbed=True)
+def phase(asked: Asked, engine: str | None, point: Point | None, prompt: Point | None) -> Phase:
+    """A step by what is known: our engine measured on the machine, engines fitted on accelerators, or a prior."""
+    hw, layout = asked.hardware, asked.layout
+    number = 0 if prompt is None else 1
+
+    def step_at(efficiency: Efficiency) -> StepCost:
+        return mixed_step(asked.model, hw, layout, (point, prompt), efficiency)
+
+    if asked.measured is not None:
+        found = step_at(Efficiency(measured=asked.measured, absorbed=True))
+        how = f"our engine as measured on this machine: {asked.measured.threads} threads, {asked.measured.isa}"
+        return Phase(found, MEASURED_SPREAD[number], "calibrated", (), how)
+    if hw.kind == "cpu":
+        how = "efficiencies of CPU servers in general: calibrate on the machine itself"
+        return Phase(step_at(prior(hw)), PRIOR_SPREAD[number], "extrapolated", ("UNCALIBRATED",), how)
+    from coterie.planner.fitted_step import fitted_step
+
+    fit = fitted_step(asked.model, hw, engine, lambda known: step_at(known).seconds, INTERVAL[number])
+    cost = step_at(fit.efficiency)
+    if point is not None:
+        cost = replace(cost, ops=(*cost.ops, fit.streams(requests_per_group(point, layout))))
+    kind: Kind = "extrapolated" if fit.flags else "calibrated"
+    name = f"of {engine}" if engine else "of no engine in particular (see --engine)"
+    flags = f": {', '.join(fit.flags)}" if fit.flags else ""
+    return Phase(cost, fit.spread, kind, fit.flags, f"efficiencies {name}, {fit.seen} measurements of its class{flags}")
 
 
 def skewed(asked: Asked, point: Point, skew: str, tokens: float) -> Point:
@@ -104,27 +139,19 @@ def skewed(asked: Asked, point: Point, skew: str, tokens: float) -> Point:
 # Output
 
 
-def quantity(asked: Asked, seconds: float, formula: str, phase: int) -> Quantity:
-    """A time with its interval."""
-    measured = asked.measured is not None
-    kind: Kind = "calibrated" if measured else "extrapolated"
-    flags: tuple[Flag, ...] = () if measured else ("UNCALIBRATED",)
-    spread = (MEASURED_SPREAD if measured else PRIOR_SPREAD)[phase]
-    return Quantity(seconds, "s", kind, formula, seconds / spread, seconds * spread, flags)
-
-
 def document(asked: Asked, answer: Answer, values: dict[str, Any]) -> dict[str, Any]:
     """The answer as JSON holds it."""
-    parts = {}
-    for phase, (name, cost) in enumerate((("decode", answer.decode), ("prefill", answer.prefill))):
-        ops = [{"name": op.name, "bound": op.bound, "seconds": quantity(asked, op.seconds, "op-seconds", phase)}
-               for op in cost.ops]  # fmt: skip
-        parts[name] = {"ops": ops, "bound": cost.bound, "seconds": quantity(asked, cost.seconds, f"{name}-step", phase)}
-    tpot = quantity(asked, answer.decode.tpot, "tpot", 0)
+    parts: dict[str, Any] = {}
+    for name, found in (("decode", answer.decode), ("prefill", answer.prefill)):
+        ops = [{"name": op.name, "bound": op.bound, "seconds": found.quantity(op.seconds, "op-seconds")}
+               for op in found.cost.ops]  # fmt: skip
+        seconds = found.quantity(found.cost.seconds, f"{name}-step")
+        parts[name] = {"ops": ops, "bound": found.cost.bound, "seconds": seconds, "how": found.how}
     limits = answer.limits
     shown = {"refused": str(limits)} if isinstance(limits, SpecError) else {
         name: getattr(limits, name) for name in ("b_rp", "b_cap", "b_slo", "binds")
     }  # fmt: skip
+    tpot = answer.decode.quantity(answer.decode.cost.tpot, "step-tpot")
     return {"asked": asked.question(**values), **parts, "tpot": tpot, "limits": shown}
 
 
@@ -136,21 +163,23 @@ def ops_table(cost: StepCost) -> str:
     return table(["operation", "time", "share", "waits for"], rows)
 
 
-def decode_lines(asked: Asked, answer: Answer) -> list[str]:
+def decode_lines(answer: Answer) -> list[str]:
     """What the decode step means to a user."""
-    tpot, point = quantity(asked, answer.decode.tpot, "tpot", 0), answer.point
+    found, point = answer.decode, answer.point
+    tpot = found.quantity(found.cost.tpot, "step-tpot")
     lines = [f"time per token {say(tpot)}, {1 / tpot.value:,.1f} tokens/s a stream, "
              f"{point.batch / tpot.value:,.1f} in all"]  # fmt: skip
     if point.gamma > 1:
         lines.append(f"the busiest rank's experts have {point.gamma:.2f} times the mean load")
-    return [*lines, f"most time goes to {answer.decode.bound}", *_how(asked)]
+    return [*lines, f"most time goes to {found.cost.bound}", found.how]
 
 
-def prefill_lines(asked: Asked, answer: Answer) -> list[str]:
+def prefill_lines(answer: Answer) -> list[str]:
     """What the prefill step means."""
-    seconds = quantity(asked, answer.prefill.seconds, "prefill-step", 1)
+    found = answer.prefill
+    seconds = found.quantity(found.cost.seconds, "prefill-step")
     rate = answer.prompt.batch * answer.prompt.context / seconds.value
-    return [f"prefill takes {say(seconds)}, {rate:,.0f} tokens/s; most time goes to {answer.prefill.bound}"]
+    return [f"prefill takes {say(seconds)}, {rate:,.0f} tokens/s; most time goes to {found.cost.bound}"]
 
 
 def limit_lines(limits: Limits | SpecError) -> list[str]:
@@ -160,9 +189,3 @@ def limit_lines(limits: Limits | SpecError) -> list[str]:
     shown = ", ".join(f"{name} {number(value.value, '')}" for name, value in
                       (("B_RP", limits.b_rp), ("B_cap", limits.b_cap), ("B_SLO", limits.b_slo)))  # fmt: skip
     return [f"limits of the batch at full rates and 50 ms a token: {shown}; {limits.binds} binds (see `plan limits`)"]
-
-
-def _how(asked: Asked) -> list[str]:
-    if asked.measured is not None:
-        return [f"efficiencies measured on this machine, {asked.measured.threads} threads, {asked.measured.isa}"]
-    return ["efficiencies of the class, not measured: UNCALIBRATED"]
