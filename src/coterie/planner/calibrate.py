@@ -58,7 +58,8 @@ CLASS_LEVEL: Mapping[Family, str] = {
 }  # fmt: skip
 """The level whose groups are classes: a row is calibrated if the fit has seen others of its class."""
 HARDWARE_LEVEL: Mapping[Family, str] = {
-    "served": "hardware", "host": "hardware", "exchange": "library-direction-hardware", "kernel": "work-hardware",
+    "served": "engine-architecture-hardware", "host": "hardware", "exchange": "library-direction-hardware",
+    "kernel": "work-hardware",
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ _FIELDS = (
 _NEEDED = ("id", "model", "hardware", "metric")
 
 Quantity = Literal[
-    "tpot", "ttft", "prefill", "decode", "output", "total", "speed", "dispatch", "combine", "dispatch-bandwidth",
+    "tpot", "ttft", "prefill", "decode", "output", "total", "speed", "e2e", "dispatch", "combine", "dispatch-bandwidth",
     "combine-bandwidth", "kernel", "rate", "rank-imbalance", "expert-imbalance", "a2a", "capacity", "gamma-ratio",
     "unknown",
 ]  # fmt: skip
@@ -109,6 +109,7 @@ _QUANTITIES: tuple[tuple[str, Quantity], ...] = (
     (r"combine", "combine"),
     (r"kernel|gemm.*latency", "kernel"),
     (r"achieved|tflops", "rate"),
+    (r"e2e|end.to.end|request_latency", "e2e"),
     (r"ttft|time_to_first|first_token", "ttft"),
     (r"tpot|itl|inter.token|time_per_output", "tpot"),
     (r"speed|per_user", "speed"),

@@ -70,6 +70,8 @@ def imbalance_of(row: Row, said: Setup) -> tuple[Quantity, tuple[str, ...]]:
     balanced = bool(re.search(r"EPLB|balanc", text, re.I)) and not re.search(r"no EPLB|without EPLB|before", text, re.I)
     slots = said.slots * ranks if said.slots and said.slots < experts else said.slots or experts
     redundant = max(0, slots - experts) if balanced else 0
+    if balanced and not said.slots:
+        redundant, assumed = ranks, [*assumed, "a copy on each rank"]
     redundant += -(experts + redundant) % ranks
     skew = Skew.parse("trace").resolve(experts)
     found = gamma(skew, spec, tokens, ranks, "balanced" if balanced else "random", redundant)
@@ -99,7 +101,7 @@ def paper_device(row: Row, said: Setup) -> HardwareSpec:
 def exchange_of(row: Row, said: Setup) -> tuple[Quantity, tuple[str, ...]]:
     """One dispatch or combine, even routing: bytes of the busiest rank, as drawn, over the link (Eq. 13)."""
     spec, _ = routed_model(row)
-    ranks = said.decode.ep if said.decode else said.devices or 32
+    ranks = said.decode.devices if said.decode else said.devices or 32
     tokens = said.load.per_rank or said.load.tokens or 128.0
     hw = paper_device(row, said)
     busiest = gamma(Skew.parse("uniform"), spec, tokens * ranks, ranks, "order").rank

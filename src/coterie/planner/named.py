@@ -28,9 +28,18 @@ _MEANS: tuple[tuple[str, str], ...] = (
     (r"deepseek-?v2-?lite", "DeepSeek-V2-Lite"),
     (r"deepseek-?v2", "DeepSeek-V2"),
     (r"kimi-?k2", "Kimi-K2"),
+    (r"glm-?4\.[56]-?air", "GLM-4.5-Air"),
+    (r"glm-?4\.[5-7]$", "GLM-4.5"),
     (r"llama-?4-?maverick", "Llama-4-Maverick"),
     (r"gpt-?3\b", "GPT-3-175B"),
 )
+
+
+_SIZES: tuple[tuple[str, str], ...] = (
+    (r"gpt-?oss-?120b", "117B-A5.1B"), (r"gpt-?oss-?20b", "21B-A3.6B"), (r"minimax-?m2", "230B-A10B"),
+    (r"llama-?4-?scout", "109B-A17B"), (r"minimax-?(text|m1)", "456B-A45.9B"), (r"grok-?1", "314B-A86B"),
+)  # fmt: skip
+"""Sizes that model cards state, where a name does not."""
 
 
 @cache
@@ -47,7 +56,8 @@ def model_of(text: str) -> tuple[str, ModelSpec, bool]:
             return (*model(candidate), True)
         except (SpecError, OSError):
             continue
-    rough = rough_model(plain)
+    sizes = next((size for pattern, size in _SIZES if re.search(pattern, plain, re.I)), plain)
+    rough = rough_model(sizes)
     if rough is None:
         return (*model(plain), True)
     return plain, rough, False

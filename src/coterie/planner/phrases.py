@@ -79,7 +79,8 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """A row's text as values. `hosts`, `accelerators`: (count, name) of CPUs and of everything else. `drafts`: tokens
-    speculated a step, `accepted`: tokens a step yields (1 without). `hit`: share of prompt tokens found in a cache."""
+    speculated a step, `accepted`: tokens a step yields (1 without). `hit`: share of prompt tokens found in a cache.
+    `user_speed`: tokens a second of each user that a figure is for; `slo`: seconds that a token may take."""
 
     engine: str
     version: str
@@ -104,6 +105,7 @@ class Setup:
     balanced: bool = False
     hit: float = 0.0
     user_speed: float | None = None
+    slo: float | None = None
     threads: int | None = None
     notes: tuple[str, ...] = field(default=())
 
@@ -133,7 +135,7 @@ def parts_of(hardware: str) -> tuple[tuple[tuple[int, str], ...], tuple[tuple[in
     hosts: list[tuple[int, str]] = []
     others: list[tuple[int, str]] = []
     for piece in re.split(r"\s+\+\s+", hardware.strip()):
-        found = re.match(r"\s*(\d+)\s*[xX×]\s*(.*)", piece)
+        found = re.match(r"\s*(\d+)\s*[xX×]\s*(.*)", re.sub(r"(.*\S)\s+[xX×]\s*(\d+)$", r"\2x \1", piece.strip()))
         count, name = (int(found[1]), found[2]) if found else (1, piece.strip())
         if _CPU.search(name):
             hosts.append((count, name))
@@ -284,7 +286,8 @@ def setup(row: Row) -> Setup:
     drafts, accepted = speculation_of(text)
     version = re.search(r"(?:sglang|trtllm|vllm|ktransformers)\s+v?(\d[\w.\-]*)", text, re.I)
     hit = re.search(r"(\d+\.?\d*)\s*% of input hit", metric)
-    speed = re.search(r"at\s+(\d+\.?\d*)\s*tok/s/user", text)
+    speed = re.search(r"(?:at|>=?|≥)\s*(\d+\.?\d*)\s*tok/s/user", text)
+    limit = re.search(r"(?:TPOT|ITL)\s*(?:<=?|≤|under|at)\s*(\d+\.?\d*)\s*ms", text, re.I)
     return Setup(
         engine=engine, version=version[1] if version else "", phase=phase, hosts=hosts, accelerators=accelerators,
         devices=devices, prefill=prefill, decode=decode, disaggregated=apart, experts=experts, others=others,
@@ -294,5 +297,6 @@ def setup(row: Row) -> Setup:
         overlap=bool(re.search(r"\bTBO\b|2 micro-?batches|two.batch|(?<!before )\b[DS]BO\b", text)),
         balanced=bool(re.search(r"balanced routing|perfect EPLB", text, re.I)),
         hit=float(hit[1]) / 100 if hit else 0.0, user_speed=float(speed[1]) if speed else None,
+        slo=float(limit[1]) / 1e3 if limit else None,
         threads=_degree(r"(\d+) threads", text + " " + row.hardware),
     )  # fmt: skip

@@ -210,13 +210,33 @@ def output_rate(case: Served) -> Timer:
     return lambda z: share / token(z)
 
 
-def total_rate(case: Served) -> Timer:
-    """Prompt and generated tokens a second of one device over all pools, by Little's law."""
+def total_rate(case: Served, token_seconds: float | None = None) -> Timer:
+    """Prompt and generated tokens a second of one device over all pools, by Little's law; with the time of a token as
+    the form says or as given."""
     token, first = token_timer(case), first_token_timer(case)
     devices = case.decode_count * case.decode.devices
     devices += case.prefill_count * case.prefill.devices if case.apart else 0
     tokens = case.requests * (case.isl + case.osl) / devices
-    return lambda z: tokens / (first(z) + max(case.osl - 1, 1) * token(z))
+    return lambda z: tokens / (first(z) + max(case.osl - 1, 1) * (token_seconds or token(z)))
+
+
+def whole_timer(case: Served) -> Timer:
+    """Seconds from arrival to the last token."""
+    token, first = token_timer(case), first_token_timer(case)
+    return lambda z: first(z) + max(case.osl - 1, 0) * token(z)
+
+
+def streams_within(case: Served, seconds: float, most: float) -> float:
+    """Streams over all pools at which a token takes no longer, at prior efficiencies; at most so many, and at least
+    four in each group, or one where groups are of several devices: with fewer nobody publishes a throughput."""
+    zero = np.zeros(len(PARAMETERS))
+    low = case.decode.dp * case.decode_count * (4.0 if case.decode.tp == 1 else 1.0)
+    high = max(low, most)
+    for _ in range(12):
+        middle = math.sqrt(low * high)
+        within = token_timer(replace(case, requests=middle, running=0.0))(zero) <= seconds
+        low, high = (middle, high) if within else (low, middle)
+    return low
 
 
 def capacity(model: ModelSpec, hw: HardwareSpec, layout: Layout, lengths: tuple[float, float]) -> float:
