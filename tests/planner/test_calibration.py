@@ -149,6 +149,27 @@ def test_a_full_prefill_pool_is_flagged() -> None:
         assert (found.value > 100_000) == full, "2,048 prompts of 8,192 tokens wait for two devices"
 
 
+@pytest.mark.parametrize("metric", ["imbalance", "capacity", "exchange"])
+def test_what_is_derived_needs_no_fit(metric: str) -> None:
+    rows = {row.id: row for row in shipped_rows()}
+    for name in {"imbalance": ("imb-001", "imb-002", "imb-004"), "capacity": ("sim-003", "sim-005"),
+                 "exchange": ("sim-001", "sim-002")}[metric]:  # fmt: skip
+        found, measured = predict(rows[name], from_json(as_json(shipped()))).quantity, rows[name].value
+        assert found is not None and measured is not None
+        assert found.value == pytest.approx(measured, rel=0.1 if metric == "imbalance" else 0.02)
+        assert found.p10 <= measured <= found.p90
+
+
+def test_a_limit_of_a_tokens_time_bounds_the_streams() -> None:
+    changes = {"metric": "decode_throughput_per_gpu", "unit": "tok/s/GPU", "batch_or_concurrency": "", "n_gpus": "32"}
+    values = []
+    for limit in (20, 50, 100):
+        found = predict(question(**changes, parallelism=f"sglang decode DP32 EP32 TPOT<{limit}ms"))
+        assert found.quantity is not None and any("time of a token" in text for text in found.assumed)
+        values.append(found.quantity.value)
+    assert values == sorted(values)
+
+
 def test_a_time_below_any_step_is_suspected_of_speculation() -> None:
     row = question()
     assert not suspect_speculation(Row(**{name: getattr(row, name) for name in Row.__slots__} | {"value": 16.0}))

@@ -66,7 +66,8 @@ def test_bad_tables_are_refused_in_one_line(text: str, part: str) -> None:
         ("decode_throughput_per_gpu", "decode"), ("output_throughput_total", "output"),
         ("output_speed_per_user", "speed"), ("total_throughput_per_gpu_in_plus_out_at_interactivity", "total"),
         ("dispatch_latency", "dispatch"), ("combine_logical_bandwidth_RDMA", "combine-bandwidth"),
-        ("kernel_latency", "kernel"), ("achieved_rate", "rate"), ("expert_load_max_over_mean", "expert-imbalance"),
+        ("kernel_latency", "kernel"), ("E2E_latency", "e2e"),
+        ("achieved_rate", "rate"), ("expert_load_max_over_mean", "expert-imbalance"),
         ("B_cap (SIMULATED)", "capacity"), ("weather", "unknown"),
     ],
 )  # fmt: skip
@@ -139,6 +140,7 @@ def test_hardware_in_parts() -> None:
     hosts, beside = parts_of("2x Xeon Gold 6454S (8ch DDR5-4800 each) + RTX 4090D")
     assert hosts == ((2, "Xeon Gold 6454S (8ch DDR5-4800 each)"),) and beside == ((1, "RTX 4090D"),)
     assert parts_of("H800 + CX7 400G") == ((), ((1, "H800"),))
+    assert parts_of("Intel Xeon 6972P x2") == (((2, "Intel Xeon 6972P"),), ())
     assert device_of("RTX 4090D").name == "RTX-4090" and device_of("GB200 NVL72").domain == 72
     spec, cores = host_of("EPYC 9654 (12ch DDR5-4800)", False)
     assert spec.memory_gbps == pytest.approx(460.8) and cores == 96
