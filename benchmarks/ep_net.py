@@ -112,6 +112,15 @@ class Network:
             run(f"ip -n {host} addr add {self.subnet}.{index + 1}/24 dev {INTERFACE}")
             run(f"ip -n {host} link set {INTERFACE} up")
 
+    def uplink(self) -> str:
+        """Give this process a way into the network, for a client of what its hosts serve; returns the own address."""
+        address, ours = f"{self.subnet}.253", f"u{os.getpid()}"  # the interface goes with the switch
+        run(f"ip link add name {ours} type veth peer name uplink netns {self.switch(0)}")
+        run(f"ip -n {self.switch(0)} link set uplink master br0 up")
+        run(f"ip addr add {address}/24 dev {ours}")
+        run(f"ip link set {ours} up")
+        return address
+
     def limit(self, mbit: float | None, host: int | None = None) -> None:
         """Shape what one host (or each) sends; None takes the shaper away."""
         for index in range(self.layout.hosts) if host is None else [host]:

@@ -61,6 +61,26 @@ def test_silence_is_a_fault_sooner_for_a_rank_that_has_joined() -> None:
         assert place.fault(100.1 + patience, STALL) == (f"said nothing for {patience + 0.1:.1f} s", 100.0)
 
 
+def test_a_rank_that_was_silent_when_it_was_called_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the cable of a machine with several ranks is out: all are lost together, one call later."""
+    place = Place(2, 1, None, heard=100.0, active=100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 101.0)
+    place.ask()
+    assert place.fault(105.0, STALL) is None, "a new process takes its time"
+    place.heard = 102.0
+    place.join()
+    assert place.rank_stats().state == "serving"
+    assert place.fault(103.6, STALL) is not None
+    monkeypatch.setattr(time, "monotonic", lambda: 103.2)
+    place.ask()
+    assert place.rank_stats().state == "member"
+    assert place.fault(103.6, STALL) == ("said nothing for 1.6 s", 102.0)
+    place.heard = 103.3
+    assert place.fault(110.0, STALL) is None, "it has heard the call, and joins"
+    place.revive(None)  # type: ignore[arg-type]
+    assert (place.state, place.life, place.has_joined) == ("ready", 1, False)
+
+
 def test_a_long_kernel_shows_that_it_gets_on() -> None:
     """From another thread, while one call runs; a pool of one thread too."""
     for threads in (1, 2):

@@ -1,10 +1,15 @@
-"""What torchrun says of a process, and the door at which ranks of other machines come in."""
+"""What torchrun says of a process, the door at which ranks of other machines come in, and their supervisors."""
 
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +19,7 @@ import pytest
 from coterie.cli.parallel import parallel_config
 from coterie.engine import remote
 from coterie.engine.process import FromChild
-from coterie.engine.remote import FrontDoor, Join, World
+from coterie.engine.remote import FrontDoor, Join, RemoteChild, World
 from coterie.engine.wire import Wire
 from coterie.spec.errors import CoterieError
 
@@ -71,3 +76,64 @@ def test_ranks_come_in_and_strangers_do_not(door: Any) -> None:
     while first.recv(4096):
         assert time.monotonic() < deadline
     assert child.poll() == 0
+
+
+def test_a_connection_that_has_ended_is_passed_over(door: Any) -> None:
+    """A rank that lost its cable while nobody waited for it comes again; its first connection is of no use."""
+    front, address, token = door
+    come(address, Join(3, 2, "old", token)).close()
+    come_again = come(address, Join(3, 2, "new", token))
+    join, _, _ = front.take(3, 5)
+    assert join.model_path == "new"
+    come_again.close()
+    with pytest.raises(CoterieError, match="rank 3 did not connect"):
+        front.take(3, 0.2)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def child_with(connection: socket.socket, code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code], pass_fds=[connection.fileno()])
+
+
+def test_a_supervisor_sees_its_rank_end(pair: Any) -> None:
+    child = child_with(pair[0], "raise SystemExit(3)")
+    assert remote._attend(child, pair[0]) == (3, False)
+
+
+def test_a_hung_rank_whose_connection_ends_is_killed(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not read what it was sent, so the end lies behind unread bytes."""
+    monkeypatch.setattr(remote, "GO_SECONDS", 0.1)
+    child = child_with(pair[0], "import time; time.sleep(600)")
+    child.send_signal(signal.SIGSTOP)
+    pair[1].sendall(b"unread")
+    threading.Timer(0.2, RemoteChild(pair[1]).kill).start()
+    assert remote._attend(child, pair[0]) == (-signal.SIGKILL, True)
+
+
+def test_the_front_end_is_looked_for_while_it_is_out_of_reach_and_not_once_it_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries: list[float] = []
+    answers: list[OSError] = [OSError(113, "No route to host"), TimeoutError("timed out"), ConnectionRefusedError()]
+
+    def connect(address: Any, timeout: float) -> socket.socket:
+        tries.append(timeout)
+        raise answers[len(tries) - 1]
+
+    monkeypatch.setattr(remote, "socket", SimpleNamespace(create_connection=connect))
+    stopping = SimpleNamespace(is_set=lambda: False, wait=lambda seconds: None)
+    assert remote._reach(WORLD, ("10.0.0.1", 1), 60.0, stopping) is None and len(tries) == 3
+    for patience in (0.0, -1.0):  # at the start, and after so long
+        tries.clear()
+        with pytest.raises(CoterieError, match=r"rank 0 cannot reach the front end at 10\.0\.0\.1:1: .*No route"):
+            remote._reach(WORLD, ("10.0.0.1", 1), patience, stopping)
+    stopped = SimpleNamespace(is_set=lambda: True)
+    assert remote._reach(WORLD, ("10.0.0.1", 1), 60.0, stopped) is None

@@ -47,12 +47,13 @@ class Roster:
             self._processes[rank] = (machine, process)
         return missing
 
-    def call(self, what: str) -> tuple[int, ...] | None:
-        """Mark this rank as living and return those that are not; None if the store cannot be reached."""
+    def call(self, what: str, given_up: Callable[[], bool]) -> tuple[int, ...] | None:
+        """Mark this rank as living and return those that are not, or not before it was given up; None if the store
+        cannot be reached."""
         try:
             self._store.set_timeout(timedelta(seconds=GRACE_SECONDS))
             self._store.set(f"failed/{self._rank}", what)
-            return self._wait("failed", GRACE_SECONDS, lambda: False, watch=True)
+            return self._wait("failed", GRACE_SECONDS, given_up, watch=True)
         except RuntimeError:
             return None
 

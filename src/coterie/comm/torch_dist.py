@@ -179,9 +179,7 @@ class TorchTransport:
     the group's thread for each).
     """
 
-    def __init__(
-        self, meeting: _Meeting, spec: GroupSpec, name: str, numbers: tuple[int, ...] | None = None
-    ) -> None:
+    def __init__(self, meeting: _Meeting, spec: GroupSpec, name: str, numbers: tuple[int, ...] | None = None) -> None:
         self.rank, self.size, self.spec, self.name = spec.rank, spec.size, spec, name
         self.numbers = tuple(range(spec.size)) if numbers is None else numbers
         self.bytes_to: Int64 = np.zeros(spec.size, np.int64)
@@ -349,8 +347,10 @@ class TorchTransport:
     def _fail(self, what: str, error: RuntimeError) -> None:
         timed_out = "timed out" in str(error).lower()
         cause = f"timed out after {self._timeout:g} s" if timed_out else "the connection was closed"
-        missing = self._roster.call(what)
+        missing = self._roster.call(what, self._aborted.is_set)
         self._let_go()
+        if self._aborted.is_set():  # somebody knows already who is left
+            raise Aborted(f"{self._label()}: aborted in {what}, in which {cause}") from error
         if missing is None:
             own = self.numbers[self.rank]
             raise RankLost(

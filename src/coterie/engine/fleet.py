@@ -212,7 +212,7 @@ class Fleet:
                 place.stats = message
                 self._publish()
             case Regrouped(generation=generation) if generation == self._group.generation:
-                place.joined, place.has_joined = place.heard, True
+                place.join()
                 if place is self._members[0]:
                     for line in message.choices:
                         _log.info("%s: %s (%s)", *line)
@@ -284,7 +284,7 @@ class Fleet:
         nodes = [place.node for place in loaded]
         gently = why == "join" and self._unavailable is None
         for place in loaded:
-            place.state, place.has_joined, place.fallen = "member", False, False
+            place.ask()
         message = Regroup(self._group.generation, numbers, nodes, slots, self._wake, gently)
         for place in loaded:
             self._tell(place, message)
@@ -372,7 +372,6 @@ class Fleet:
         if self._over or self._draining:
             self._end(place)
             return
-        place.state = "ready"
         _log.info("rank %d is back and joins", place.number)
         self._table.back(place.number)
         self._listen(place)

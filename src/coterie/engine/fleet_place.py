@@ -26,7 +26,8 @@ State = Literal["loading", "ready", "member", "lost", "ended"]
 @dataclass(slots=True, eq=False)
 class Place:
     """`life` counts its processes; `fallen`: out of the present generation; `heard`, `active`: when it last said
-    anything, and when its work last went on or had to wait."""
+    anything, and when its work last went on or had to wait; `asked`: when it was called into a generation; `settled`:
+    its process has joined one before."""
 
     number: int
     node: int
@@ -35,7 +36,9 @@ class Place:
     life: int = 0
     heard: float = field(default_factory=time.monotonic)
     active: float = field(default_factory=time.monotonic)
+    asked: float = 0.0
     joined: float = 0.0
+    settled: bool = False
     has_joined: bool = False
     fallen: bool = False
     restarts: int = 0
@@ -46,6 +49,15 @@ class Place:
         """Its process was started again and is loaded."""
         self.process, self.life = process, self.life + 1
         self.heard = self.active = time.monotonic()
+        self.state, self.has_joined, self.settled = "ready", False, False
+
+    def ask(self) -> None:
+        """It is called into a generation."""
+        self.state, self.has_joined, self.fallen, self.asked = "member", False, False, time.monotonic()
+
+    def join(self) -> None:
+        """It says that it has joined the present generation."""
+        self.joined, self.has_joined, self.settled = self.heard, True, True
 
     def note(self, beat: Beat) -> None:
         """A sign of life."""
@@ -55,7 +67,9 @@ class Place:
 
     def fault(self, now: float, stall_seconds: float) -> tuple[str, float] | None:
         """Why it is to be taken for lost, and since when; None while it is not."""
-        patience = MOST_MISSES * BEAT_SECONDS if self.has_joined else JOIN_SECONDS
+        # One that was silent when it was called gets no more time: the cable of its machine may be out.
+        joins = not self.has_joined and (not self.settled or self.heard > self.asked)
+        patience = JOIN_SECONDS if joins else MOST_MISSES * BEAT_SECONDS
         if now - self.heard > patience:
             return f"said nothing for {now - self.heard:.1f} s", self.heard
         if now - self.active > stall_seconds:

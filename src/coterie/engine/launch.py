@@ -27,7 +27,7 @@ from coterie.engine.memory import available_memory
 from coterie.engine.process import Child, FromChild, Hello, StartedProcess, spawn, wait_ready
 from coterie.engine.rank import Seat
 from coterie.engine.rebalance import RebalancePolicy
-from coterie.engine.remote import FrontDoor, Join, World
+from coterie.engine.remote import AWAY_SECONDS, FIND_SECONDS, FrontDoor, Join, World
 from coterie.engine.resolve import check_config, memory_of_rank
 from coterie.engine.wire import Wire
 from coterie.engine.worker import Closed, Deliver, EngineLink
@@ -85,7 +85,8 @@ class Launch:
 
         self._store = StoreHost() if self._world is None else StoreHost(self._world.host)
         ranks = self._parallel.num_ranks
-        self.processes = start_all([partial(self._open, rank, self._config) for rank in range(ranks)], progress)
+        opens = [partial(self._open, rank, self._config, FIND_SECONDS) for rank in range(ranks)]
+        self.processes = start_all(opens, progress)
         ready = [process.ready for process in self.processes]
         try:
             check_alike({rank: one.fingerprint for rank, one in enumerate(ready) if one.fingerprint is not None})
@@ -116,11 +117,11 @@ class Launch:
         fleet.start()
         return fleet.link
 
-    def _open(self, rank: int, config: EngineConfig) -> Opened:
-        """A rank's process, told what to load: a child of this one, or one that comes by itself."""
+    def _open(self, rank: int, config: EngineConfig, seconds: float) -> Opened:
+        """A rank's process, told what to load: a child of this one, or one that comes by itself within some time."""
         if rank == 0 or self._door is None:
             return spawn(self._hello(rank, config))
-        join, wire, child = self._door.take(rank)
+        join, wire, child = self._door.take(rank, seconds)
         hello = self._hello(rank, config, join)
         wire.send(hello)
         return wire, child
@@ -150,7 +151,7 @@ class Launch:
         config = replace(self._config, max_model_len=self._length)
         if self._parallel.tp > 1:  # the ranks of a group need caches of one size
             config = replace(config, kv_cache_tokens=self.processes[rank].ready.kv_cache_tokens)
-        wire, child = self._open(rank, config)
+        wire, child = self._open(rank, config, AWAY_SECONDS)
         process = wait_ready(wire, child)
         first, own = self.processes[0].ready.fingerprint, process.ready.fingerprint
         assert first is not None and own is not None

@@ -8,6 +8,7 @@ end (`engine.fleet`) says who belongs to a generation and which experts lie wher
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -264,22 +265,25 @@ def serve_rank(rank: Rank, wire: Wire[Any], messages: Iterable[ToRank]) -> None:
             inbox.put(message)
             if isinstance(message, Leave):
                 rank.interrupt(message.generation + 1)
-            elif isinstance(message, Regroup) and not message.gently:
-                rank.interrupt(message.generation)
+            elif isinstance(message, Regroup):
+                if not message.gently:
+                    rank.interrupt(message.generation)
+                sign()
         if not ended.is_set():
             _log.error("the front end is gone; this rank ends")
             os._exit(1)  # the engine's thread may be inside an exchange, and nothing here is worth keeping
 
     parent = os.getppid()
 
+    def sign() -> None:
+        with contextlib.suppress(OSError):  # `read` sees the end
+            wire.send(Beat(loop.group.step, rank.work, rank.waits or loop.waits))
+
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
             if is_orphan(parent):
                 os._exit(1)
-            try:
-                wire.send(Beat(loop.group.step, rank.work, rank.waits or loop.waits))
-            except OSError:
-                return
+            sign()
 
     for body, name in ((read, "coterie-wire"), (beat, "coterie-beat")):
         threading.Thread(target=body, name=name, daemon=True).start()

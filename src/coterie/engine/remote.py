@@ -1,9 +1,10 @@
 """Ranks on several machines, as `torchrun` starts them: one process for each rank, all with the same command.
 
 The process of rank 0 is the front end and starts rank 0 beside itself. Every other one supervises its rank: it connects
-to the front end, hands the connection to a child that is the rank, and starts another when that is lost, so that
-torchrun, which would restart all for one, never sees a rank end. The front end is found through torchrun's own store;
-a token from there keeps strangers out. Bytes are not encrypted, neither here nor between ranks: use a network of yours.
+to the front end, shares the connection with a child that is the rank, kills a child whose connection has ended and
+starts another, so that torchrun, which would restart all for one, never sees a rank end. A connection over a cable that
+is out ends by itself. The front end is found through torchrun's own store; a token from there keeps strangers out.
+Bytes are not encrypted, neither here nor between ranks: use a network of yours.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -32,9 +34,16 @@ from coterie.spec.errors import CoterieError
 
 FIND_SECONDS = 300.0
 """Within which all machines must have started."""
+AWAY_SECONDS = 3600.0
+"""How long a rank that was lost and its front end look for each other again, as when a cable is out."""
 GREET_SECONDS = 10.0
+SILENT_SECONDS = 8.0
+"""After which a connection whose other end acknowledges nothing has ended. Later than the front end's beats."""
+GO_SECONDS = 2.0
+"""In which a child ends by itself once its connection has; then it is killed."""
 MOST_LIVES = 4
-"""Children of a supervisor that end badly before it gives up."""
+"""Children of a supervisor that end by themselves within `CALM_SECONDS` each before it gives up."""
+CALM_SECONDS = 300.0
 _KEY = "coterie/front-end"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _log = logging.getLogger(__name__)
@@ -75,7 +84,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class RemoteChild:
-    """A rank's process on another machine, as far as it can be had: killed by closing its connection, which ends it."""
+    """A rank's process on another machine, as far as it can be had: its supervisor ends it with its connection."""
 
     pid = 0
 
@@ -84,7 +93,7 @@ class RemoteChild:
         self._killed = False
 
     def kill(self) -> None:
-        """Cut the connection: a rank without its front end ends."""
+        """Cut the connection."""
         self._killed = True
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -119,12 +128,16 @@ class FrontDoor:
         threading.Thread(target=self._accept, name="coterie-front-door", daemon=True).start()
 
     def take(self, rank: int, seconds: float = FIND_SECONDS) -> tuple[Join, Wire[Any], RemoteChild]:
-        """The next connection of a rank. Raises CoterieError if none comes in time."""
-        try:
-            join, connection, wire = self._came[rank].get(timeout=seconds)
-        except Empty:
-            raise CoterieError(f"rank {rank} did not connect within {seconds:g} s") from None
-        return join, wire, RemoteChild(connection)
+        """The next connection of a rank that is still there. Raises CoterieError if none comes in time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                join, connection, wire = self._came[rank].get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise CoterieError(f"rank {rank} did not connect within {seconds:g} s") from None
+            if not _has_ended(connection):
+                return join, wire, RemoteChild(connection)
+            wire.close()
 
     def _accept(self) -> None:
         while True:
@@ -133,7 +146,7 @@ class FrontDoor:
 
     def _greet(self, connection: socket.socket) -> None:
         connection.settimeout(GREET_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _prepare(connection)
         wire: Wire[Any] = Wire(connection, self._incoming)
         join = next(wire.receive(), None)
         if not isinstance(join, Join) or not hmac.compare_digest(join.token, self._token):
@@ -153,25 +166,92 @@ def supervise(world: World, model_path: str) -> None:
     host, port, token = json.loads(_store(world).get(_KEY))
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())  # the front end drains, then all ends
-    for life in range(MOST_LIVES):
-        time.sleep(min(life, 3))
-        try:
-            connection = socket.create_connection((host, port), GREET_SECONDS)
-        except OSError as error:
-            if life:
-                return
-            raise CoterieError(f"rank {world.rank} cannot reach the front end at {host}:{port}: {error}") from error
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = _reach(world, (host, port), 0.0, stopping)
+    bad = 0
+    while connection is not None:
+        _prepare(connection)
         Wire(connection, Join).send(Join(world.rank, world.local_size, model_path, token))
         command = [sys.executable, "-m", "coterie.engine.process", str(connection.fileno())]
         child = subprocess.Popen(command, pass_fds=[connection.fileno()], stdin=subprocess.DEVNULL)
+        born = time.monotonic()
+        code, was_cut_off = _attend(child, connection)
         connection.close()
-        code = child.wait()
         if code == 0 or stopping.is_set():
             return
-        _log.error("rank %d ended with status %d", world.rank, code)
-    raise CoterieError(f"rank {world.rank} ended {MOST_LIVES} times; giving up")
+        how = "its connection had ended" if was_cut_off else "by itself"
+        _log.error("rank %d ended with status %d, %s", world.rank, code, how)
+        if not was_cut_off:
+            bad = bad + 1 if time.monotonic() - born < CALM_SECONDS else 1
+        if bad == MOST_LIVES:
+            raise CoterieError(f"rank {world.rank} ended {MOST_LIVES} times; giving up")
+        time.sleep(min(bad, 3))
+        connection = _reach(world, (host, port), AWAY_SECONDS, stopping)
+
+
+def _reach(world: World, address: tuple[str, int], seconds: float, stopping: threading.Event) -> socket.socket | None:
+    """Connect to the front end, which may be out of reach for some seconds; None when it or this process is done.
+
+    Raises CoterieError if it cannot be reached; one that refuses has ended, which is an error only for 0 seconds.
+    """
+    deadline, told = time.monotonic() + seconds, False
+    while not stopping.is_set():
+        try:
+            connection = socket.create_connection(address, GREET_SECONDS)
+        except OSError as error:
+            if seconds and isinstance(error, ConnectionRefusedError):
+                return None
+            if time.monotonic() >= deadline:
+                where = f"{address[0]}:{address[1]}"
+                raise CoterieError(f"rank {world.rank} cannot reach the front end at {where}: {error}") from error
+            if not told:
+                _log.error("rank %d looks for the front end: %s", world.rank, error)
+            told = True
+            stopping.wait(1.0)
+        else:
+            connection.settimeout(None)
+            return connection
+    return None
+
+
+def _attend(child: subprocess.Popen[bytes], connection: socket.socket) -> tuple[int, bool]:
+    """Wait for the end of a child; returns its status, and whether its connection ended first.
+
+    Without its front end a child ends, unless it hangs: then it is killed.
+    """
+    process = os.pidfd_open(child.pid)
+    try:
+        poll = select.poll()
+        poll.register(connection, select.POLLRDHUP)
+        poll.register(process, select.POLLIN)
+        was_cut_off = connection.fileno() in dict(poll.poll())
+    finally:
+        os.close(process)
+    if was_cut_off:
+        try:
+            child.wait(GO_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+    return child.wait(), was_cut_off
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Let small messages go at once, and let the connection end if the other machine is out of reach."""
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, 2),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, int(SILENT_SECONDS) - 2),
+        (socket.TCP_USER_TIMEOUT, int(SILENT_SECONDS * 1000)),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the other end has gone."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _store(world: World) -> Any:
