@@ -7,6 +7,7 @@ What is done to ranks and cables, and what is measured, is in ep_faults.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -37,14 +38,15 @@ class Hosts:
         self.url = f"http://{network.subnet}.1:{PORT}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
         network.uplink()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self._flags = list(flags)
         self._logs = [logs / f"host-{host}.log" for host in range(network.layout.hosts)]
-        self._servers = [
-            subprocess.Popen(
-                self._command(host, flags), env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT
-            )
-            for host, log in enumerate(self._logs)
-        ]
+        self._servers = [self._start(host) for host in range(network.layout.hosts)]
+
+    def _start(self, host: int) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        with self._logs[host].open("a") as log:
+            command = self._command(host, self._flags)
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def _command(self, host: int, flags: Sequence[str]) -> list[str]:
         network = self.network
@@ -71,8 +73,8 @@ class Hosts:
 
     def stop(self, seconds: float = 60.0) -> list[int]:
         """End in order: the front end is told, and all torchruns come to their end. Returns their exit statuses."""
-        for process in psutil.Process(self._servers[0].pid).children(recursive=True):
-            if process.is_running() and self._is_front_end(process):
+        for process in self._family(0):
+            if process.environ().get("RANK") == "0" and "serve" in process.cmdline():
                 process.terminate()
         return [server.wait(seconds) for server in self._servers]
 
@@ -83,23 +85,30 @@ class Hosts:
         for server in self._servers:
             server.wait()
 
+    def power(self, host: int, *, on: bool) -> None:
+        """Let a host fall silent, as without power, or start it and its part of the server again."""
+        self.network.cable(host, plugged=on)
+        if on:
+            self._servers[host] = self._start(host)
+        else:
+            self._servers[host].kill()
+            self._servers[host].wait()
+
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank. Raises NetError if it has none now."""
-        family = psutil.Process(self._servers[number // self.local].pid).children(recursive=True)
-        for process in family:
-            try:
-                if "coterie.engine.process" in process.cmdline() and process.environ()["RANK"] == str(number):
-                    return process
-            except psutil.Error:
-                continue  # it has just ended
+        for process in self._family(number // self.local):
+            if "coterie.engine.process" in process.cmdline() and process.environ().get("RANK") == str(number):
+                return process
         raise NetError(f"rank {number} has no process")
 
-    @staticmethod
-    def _is_front_end(process: psutil.Process) -> bool:
-        try:
-            return "serve" in process.cmdline() and process.environ().get("RANK") == "0"
-        except psutil.Error:
-            return False
+    def _family(self, host: int) -> list[psutil.Process]:
+        """A host's processes whose command can be read: those that have not just ended."""
+        found = []
+        for process in psutil.Process(self._servers[host].pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.cmdline(), process.environ()
+                found.append(process)
+        return found
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and body; status 0 with the reason if there is no answer."""

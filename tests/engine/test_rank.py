@@ -17,6 +17,7 @@ from coterie.engine.core import EngineCore
 from coterie.engine.errors import Desynchronised
 from coterie.engine.group import Group
 from coterie.engine.messages import Add, Drain, Moved, Regroup, SamplingParams, Wake
+from coterie.engine.overlap_choice import OverlapMode
 from coterie.engine.rank import Purpose, Rank, Seat
 from coterie.engine.rebalance import RebalancePolicy
 from coterie.kernels.api import Prepared
@@ -59,6 +60,7 @@ class Ranks:
         redundant: int | None = None,
         rebalance: RebalancePolicy = RebalancePolicy(),  # noqa: B008
         tp: int = 1,
+        overlap: OverlapMode = "off",
     ) -> None:
         self.layout = ParallelConfig(ep=size, redundant_experts=redundant, tp=tp)
         self.placement = self.layout.placement(SPEC)
@@ -70,7 +72,7 @@ class Ranks:
         self.generation = self.wake = 0
         for number in range(size):
             shard = ExpertShard.of(self.placement, SPEC, number)
-            seat = Seat(number, "", 0, dict(shard.experts), 1 << 40, rebalance=rebalance, tensor=tp)
+            seat = Seat(number, "", 0, dict(shard.experts), 1 << 40, rebalance=rebalance, tensor=tp, overlap=overlap)
             core, info = load(shard, seat.split)
             self.ranks.append(Rank(core, info, seat, self.meeter(number)))
             self.threads.append(ThreadRank(core, self.ranks[-1].leave))

@@ -32,7 +32,8 @@ class Totals:
 
 
 def merged(living: Sequence[Stats], lost: Sequence[Stats], group: GroupStats | None = None) -> Stats:
-    """Sums; of the share of the caches in use the mean, as they are of one size, and the longest step."""
+    """Sums; of the share of the caches in use the mean, as they are of one size, and the longest step. Balancedness is
+    the same on all ranks."""
     every = [*living, *lost]
     seconds: Counter[str] = Counter()
     for stats in every:
@@ -49,6 +50,7 @@ def merged(living: Sequence[Stats], lost: Sequence[Stats], group: GroupStats | N
         step_seconds=max((stats.step_seconds for stats in living), default=0.0),
         classes=_classes(living, lost),
         group=group,
+        balancedness=next((stats.balancedness for stats in living if stats.balancedness), {}),
     )
 
 

@@ -181,7 +181,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     prefill_rate: prompt tokens per second of late, 0 before any were computed; step_seconds: how long steps with
     prompts took of late. classes: none if the engine has one class only. group: of several ranks. experts_moved: that
     came from other ranks; move_cycles, moves_failed: how often the ranks were through with moving what should move, and
-    how often they had to give it up.
+    how often they had to give it up. balancedness: by MoE layer, mean rows of the ranks over the busiest one's in the
+    last window between two decisions on moves.
     """
 
     num_running: int
@@ -202,6 +203,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     experts_moved: int = 0
     move_cycles: int = 0
     moves_failed: int = 0
+    balancedness: dict[int, float] = {}
 
 
 class Regrouped(msgspec.Struct, frozen=True, tag="regrouped"):

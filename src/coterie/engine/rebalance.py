@@ -27,10 +27,11 @@ from coterie.kernels import _native
 from coterie.kernels.api import Kernels
 from coterie.kernels.native import NativeKernels
 from coterie.observe.expert_load import ExpertLoad
-from coterie.spec.balance import Room, moves, place
+from coterie.spec.balance import Room, balance, moves, place
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
 from coterie.spec.placement import ExpertPlacement
+from coterie.spec.split import split
 
 Bytes = NDArray[np.uint8]
 _log = logging.getLogger(__name__)
@@ -140,6 +141,11 @@ class Rebalancer:
         """What this rank says before a step: parts of the work that it has done, FAILED once it cannot go on."""
         return self._mover.progress
 
+    @property
+    def balancedness(self) -> dict[int, float]:
+        """By MoE layer, of the last window, as its placement was: mean rows of the ranks over the busiest one's."""
+        return dict(zip(self._load.layers, self._mover.balancedness, strict=False))
+
     def after_step(self, slowest: int) -> int:
         """At the end of a step with work; `slowest`: the least progress of all ranks before it. All ranks do alike.
 
@@ -226,6 +232,7 @@ class Mover:
         self._stopped = False
         self._not_before = 0.0
         self._checksums: dict[tuple[int, int], int] = {}
+        self.balancedness: list[float] = []
         threading.Thread(target=self._run, name="coterie-moves", daemon=True).start()
 
     @property
@@ -291,7 +298,9 @@ class Mover:
     def _cycle(self, attempt: Attempt, window: Int64, before: ExpertPlacement) -> None:
         group = self._group(attempt)
         gathered: Int64 = group.all_gather(window.reshape(-1)).result()
-        after = self._decide(gathered.sum(0).reshape(window.shape), before)
+        load = gathered.sum(0).reshape(window.shape)
+        self.balancedness = balance(split(load, before), before.num_ranks).tolist()
+        after = self._decide(load, before)
         for layer in np.flatnonzero(moves(before, after)).tolist():
             wanted = plan_moves(before, after, layer)
             streams = Streams(wanted, group, before.slots_per_rank, self._units.layers[layer])

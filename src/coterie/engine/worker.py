@@ -152,6 +152,7 @@ class EngineLoop:
             experts_moved=self._moved,
             move_cycles=self._move_cycles,
             moves_failed=self._moves_failed,
+            balancedness={} if self.rebalancer is None else self.rebalancer.balancedness,
         )
 
     def _move(self, rebalancer: Rebalancer, slowest: int) -> None:

@@ -26,6 +26,11 @@ class ExpertLoad:
         self._to_host = to_host
         self._pending: list[tuple[int, Any]] = []
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The model's layer of each row."""
+        return tuple(self._rows)
+
     def record(self, layer: int, counts: Any) -> None:
         """Add one step's counts [E] of a layer (a backend array, not read now)."""
         self._pending.append((self._rows[layer], counts))

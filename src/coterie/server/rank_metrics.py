@@ -40,6 +40,14 @@ def rank_families(prefix: str, model_name: str, stats: Stats) -> Iterator[Metric
         counter = CounterMetricFamily(prefix + stem, text, labels=("model_name",))
         counter.add_metric((model_name,), value)
         yield counter
+    even = GaugeMetricFamily(
+        prefix + "ep_layer_balancedness",
+        "Mean rows of the ranks over the busiest one's, of the last window between decisions on moving experts.",
+        labels=("model_name", "layer"),
+    )
+    for layer, value in stats.balancedness.items():
+        even.add_metric((model_name, str(layer)), value)
+    yield even
     yield from _by_rank(prefix, model_name, stats)
 
 
