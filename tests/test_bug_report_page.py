@@ -37,3 +37,12 @@ def test_every_replay_has_its_case_on_the_page() -> None:
         for test in names_in(file):
             found = re.match(r"test_([a-l]\d)_", test)
             assert found is None or found[1].upper() in cases, f"{file.name}::{test}"
+
+
+def test_every_complaint_about_expert_parallelism_has_a_source_and_a_test() -> None:
+    page = (ROOT / "docs" / "bug-reports.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (EP\d+) .*$", page, re.MULTILINE)
+    assert rows == [f"EP{number}" for number in range(1, 22)]
+    for row in re.findall(r"^\| EP\d+ .*$", page, re.MULTILINE):
+        case, tests, right = row.strip("| ").split(" | ")
+        assert "https://github.com/" in case and re.search(r"`tests/[\w/]+\.py::\w+`", tests) and len(right) > 20, case

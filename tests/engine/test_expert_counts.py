@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from test_rank import CONFIG, PROMPTS, SPEC, TOKENS, Ranks, params
 
+from coterie.comm.local import LocalTransport
 from coterie.engine.build import build_engine
 from coterie.engine.messages import Add
 from coterie.engine.overlap_choice import OverlapMode
 from coterie.engine.rebalance import RebalancePolicy
+from coterie.kernels.batch import ForwardBatch
+from coterie.kernels.native import NativeKernels
+from coterie.model.loader import load_weights
+from coterie.model.overlap import drive
 from coterie.model.shipped import shipped_model_path
+from coterie.model.transformer import Runtime, Transformer
+from coterie.observe.expert_load import ExpertLoad
+from coterie.observe.stages import StageTimer
 
 RECORD = RebalancePolicy(steps=1 << 30, moves=1)
 """Counts and never moves."""
@@ -96,3 +105,30 @@ def test_no_mixture_of_options_changes_a_log_probability(
         assert spoken(outputs) == one[1][index]
     if moving:
         assert sum(rank.rebalancer.moved for rank in ranks.ranks if rank.rebalancer is not None) > 0
+
+
+@pytest.mark.parametrize("size", [1, 65, 300])
+def test_counts_of_each_layer_are_those_of_its_choices(size: int) -> None:
+    """In batches of any size, against the ids that the router gave, layer by layer."""
+    path = Path(shipped_model_path())
+    kernels, chosen = NativeKernels(), list[np.ndarray]()
+    route = kernels.route
+
+    def watched(*given: Any) -> Any:
+        found = route(*given)
+        chosen.append(kernels.to_host(found.expert_ids).copy())
+        return found
+
+    kernels.route = watched  # type: ignore[method-assign]
+    load = ExpertLoad([index for index, _ in SPEC.moe_layers()], 32, kernels.to_host)
+    runtime = Runtime(kernels, LocalTransport(), StageTimer(), load)
+    model = Transformer(SPEC, load_weights(path, SPEC, kernels).weights, runtime)
+    rng = np.random.default_rng(size)
+    for _ in range(2):
+        ids = rng.integers(0, 4000, size).astype(np.int32)
+        drive(model.stages(kernels.prepare(ForwardBatch.packed(ids, np.array([size])))))
+    layers = load.read()
+    assert len(chosen) == 2 * len(layers)
+    for row, counts in enumerate(layers):
+        both = np.concatenate([chosen[row].reshape(-1), chosen[row + len(layers)].reshape(-1)])
+        np.testing.assert_array_equal(counts, np.bincount(both, minlength=32))

@@ -18,6 +18,7 @@ from coterie.engine.build import Share, build_engine
 from coterie.engine.rebalance import CHUNK, Arrived, Attempt, Mover, RebalancePolicy, Units
 from coterie.model.shard import ExpertShard
 from coterie.model.shipped import shipped_model_path
+from coterie.spec.errors import CoterieError
 from coterie.spec.parallel import ParallelConfig
 
 MANY = [20, pytest.param(200, marks=pytest.mark.slow)]
@@ -196,3 +197,11 @@ def test_buffers_are_counted_before_the_cache_is_sized() -> None:
     assert Units.of(model.weights, SPEC, model.runtime.kernels, 8).buffers.nbytes == buffers
     page = CONFIG.page_size * 960  # bytes of a token's latents, 6 layers in bf16
     assert abs((pages[0] - pages[1]) * page - config.mem_fraction_static * buffers) < 2 * page
+
+
+def test_a_backend_whose_experts_cannot_be_moved_is_refused_when_it_loads() -> None:
+    pytest.importorskip("torch")
+    config = replace(CONFIG, backend="reference")
+    shard = ExpertShard.of(ParallelConfig(ep=2).placement(SPEC), SPEC, 0)
+    with pytest.raises(CoterieError, match="native backend only; use --rebalance-steps 0"):
+        build_engine(shipped_model_path(), config, share=Share(shard, 1 << 40, 8))

@@ -30,7 +30,7 @@ SAID = {
 }  # fmt: skip
 VALUES = {
     "tp": 1, "dp": None, "ep": None, "nodes": 1, "redundant_experts": 12, "restart_ranks": True, "overlap": "auto",
-    "rebalance_steps": 0, "rebalance_moves": 2, "rebalance_rate": 64.0,
+    "rebalance_steps": 0, "rebalance_moves": 2, "rebalance_rate": 64.0, "stall_seconds": 30.0,
 }  # fmt: skip
 
 

@@ -186,3 +186,22 @@ def test_two_machines_under_torchrun(tmp_path: Path) -> None:
         assert server.metric("ep_faults_total") == 1
         server.until(lambda: server.metric("ep_ranks_living") == 4)
         assert [server.text(prompt, 100) for prompt in PROMPTS] == wanted
+
+
+def test_health_is_answered_while_experts_move(tmp_path: Path) -> None:
+    """And each layer's balancedness is told."""
+    port = free_port()
+    moving = ["--redundant-experts", "8", "--rebalance-steps", "5"]
+    command = [sys.executable, "-m", "coterie", "serve", "--port", str(port), "--ep", "2", *moving, *FLAGS]
+    with serving([command], port, tmp_path) as server, ThreadPoolExecutor(8) as pool:
+        wanted = server.text(PROMPTS[0], 300)
+        streams = [pool.submit(server.streamed, PROMPTS[0], 300) for _ in range(4)]
+        while not all(stream.done() for stream in streams):
+            assert server.get("/health")[0] == 200
+            time.sleep(0.05)
+        assert [stream.result() for stream in streams] == [wanted] * 4
+        server.until(lambda: server.metric("ep_experts_moved_total") > 0 and 'layer="1"' in server.get("/metrics")[1])
+        lines = [line for line in server.get("/metrics")[1].splitlines() if "ep_layer_balancedness{" in line]
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines]
+        assert len(values) == 5 and all(0.5 <= value <= 1.0 for value in values), lines
+        assert server.metric("ep_expert_moves_failed_total") == 0
