@@ -39,6 +39,8 @@ PLANS: dict[str, list[str]] = {
     "net": ["net", "v3", "--hw", "h100", "-n", "32"],
     "imbalance": ["imbalance", "v3", "--hw", "h100", "-n", "32", "--skew", "zipf:0.6"],
     "pods": ["pods", "v3", "--hw", "b200-paper", "-n", "64", "--requests", "81", "--context", "2048", "--zipf", "0.6"],
+    "serve": ["serve", "r1", "--hw", "b200", "-n", "8", "--rate", "2", "--requests", "60", "--osl", "64"],
+    "search": ["search", "r1", "--hw", "b200", "-n", "8", "--tpot", "50", "--ttft", "2000", "--price", "3"],
     "compare": ["compare", "v3@dense", "v3", "llama-3.1-405b", "--hw", "b200", "-n", "32", "--price", "3"],
     "compare with one that is too large": ["compare", "v3", "v3@n=32", "--hw", "h100", "-n", "2"],
 }
@@ -73,8 +75,8 @@ def test_every_number_of_json_says_how_far_to_trust_it(name: str, capsys: pytest
     assert not list(bare_numbers(document))
 
 
-TABLES = {"score", "predict", "calibrate", "devices"}
-"""What prints tables in columns of their own (errors, rows of measurements, fields of devices), not quantities."""
+TABLES = {"score", "predict", "calibrate", "devices", "ui"}
+"""What prints tables in columns of their own (errors, rows of measurements, fields of devices) or serves a page."""
 
 
 def test_every_command_is_asked_here() -> None:

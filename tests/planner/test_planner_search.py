@@ -43,7 +43,7 @@ def test_the_recommendation_keeps_the_slo_with_its_interval_and_is_at_its_edge()
     assert safe.tpot * ASKED.spread[0] <= 0.05 and safe.ttft * ASKED.spread[1] <= 2.0
     assert bold.per_device >= safe.per_device
     for each in FOUND.candidates:
-        assert each.per_device <= safe.per_device or not within(each, ASKED, safe=True)
+        assert each.per_device <= safe.per_device / 0.98 or not within(each, ASKED, safe=True)
     assert binding(safe, ASKED) in ("B_SLO", "TTFT", "prompts", "queue", "B_cap")
 
 
@@ -72,17 +72,17 @@ def test_pods_and_one_group_are_both_looked_at() -> None:
 def test_a_narrower_cache_never_fits_fewer_and_faster_memory_is_never_slower() -> None:
     instance = Instance(ASKED, LIKE)
     narrow = Instance(ASKED, replace(LIKE, kv="fp8"))
-    assert narrow.b_cap > instance.b_cap and narrow.at(512).tpot <= instance.at(512).tpot
+    assert narrow.b_cap > instance.b_cap and narrow.at(8192, 512).tpot <= instance.at(8192, 512).tpot
     quick = Instance(replace(ASKED, hardware=replace(ASKED.hardware, memory_gbps=16000.0)), LIKE)
-    assert quick.at(512).tpot < instance.at(512).tpot
+    assert quick.at(8192, 512).tpot < instance.at(8192, 512).tpot
     longer = Instance(replace(ASKED, isl=16384), LIKE)
-    assert longer.at(512).tpot > instance.at(512).tpot
+    assert longer.at(8192, 512).tpot > instance.at(8192, 512).tpot
 
 
 def test_skew_slows_and_balance_helps() -> None:
     skewed = replace(ASKED, skew=Skew.parse("zipf:0.6"))
     balanced = replace(skewed, placement="balanced")
-    even, slow, cured = (Instance(each, LIKE).at(4096).tpot for each in (ASKED, skewed, balanced))
+    even, slow, cured = (Instance(each, LIKE).at(8192, 4096).tpot for each in (ASKED, skewed, balanced))
     assert even < cured < slow
     busy = Busy(skewed, LIKE)
     assert busy(100.0)[0] > busy(1e6)[0] > 1.5 and busy(1.0)[1] == pytest.approx(8 / 256)

@@ -26,6 +26,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "pods": ("coterie.cli.plan_pods:pods", "One large expert-parallel group against pods."),
     "score": ("coterie.cli.plan_score:score", "Score the planner on published measurements, by kind."),
     "predict": ("coterie.cli.plan_score:predict", "Answer rows of measurements whose value is blank."),
+    "serve": ("coterie.cli.plan_serve:serve", "Simulate serving: percentiles, goodput, the largest rate."),
+    "search": ("coterie.cli.plan_search:search", "Find the best layout for a load and limits."),
+    "ui": ("coterie.cli.plan_ui:ui", "Show a page where everything can be changed and is redrawn."),
     "devices": ("coterie.cli.plan_devices:devices", "List the devices and models that can be named."),
 }
 

@@ -52,7 +52,7 @@ def binding(candidate: Candidate, search: Search, *, safe: bool = True) -> str:
     instance = Instance(search, candidate.layout)
     alone = candidate.prefill is not None
     batch = candidate.batch + max(dp, candidate.batch // 16 // dp * dp)
-    more = instance.decode_only(batch) if alone else instance.at(batch)
+    more = instance.decode_only(batch) if alone else instance.at(candidate.chunk, batch)
     if alone and candidate.rate < 0.999 * candidate.instances * instance.decode_only(candidate.batch).rate:
         return "prompts"
     tpot, ttft = search.spread if safe else (1.0, 1.0)
@@ -185,6 +185,34 @@ def _has_unit(hardware: HardwareSpec, name: str) -> bool:
     return bool({"fp8": hardware.fp8_tops, "fp4": hardware.fp4_tops, "int8": hardware.int8_tops}[name])
 
 
+def sentences(found: Found, search: Search, name: str) -> list[str]:
+    """The recommendation in sentences."""
+    if found.safe is None and found.bold is None:
+        return [unreachable(found, search)]
+    lines = []
+    for what, chosen in (("safe", found.safe), ("bold", found.bold)):
+        if chosen is None:
+            lines.append(f"{what}: none; only the median keeps the limits, the upper end of the interval does not")
+            continue
+        lines.append(f"{what}: {describe(chosen)}, batch {chosen.batch} an instance")
+        lines.append(f"  why: {reason(chosen, found, search, safe=what == 'safe')}")
+        lines.append(f"  binds: {MEANING[binding(chosen, search, safe=what == 'safe')]}")
+    chosen = found.safe or found.bold
+    assert chosen is not None
+    for place, change in enumerate(changes(chosen, search)[:4]):
+        lead, gain = "or" if place else "next-best change", 100 * (change.factor - 1)
+        lines.append(f"  {lead}: {change.text}, {gain:+.0f} % tok/s a device at batch {change.batch}")
+    cost = cost_of(chosen, search)
+    if cost.per_million:
+        lines.append(f"  cost: {cost.per_million:.3g} for a million output tokens")
+    if cost.watts:
+        lines.append(f"  power: {cost.watts / 1e3:,.3g} kW at rated power, {cost.joules:.3g} J a token")
+    lines += ["start it with", *(f"  {command}" for command in launch(chosen, name, search))]
+    if search.efficiency is None:
+        lines.append("times are UNCALIBRATED for this model and engine: the intervals are wide on purpose")
+    return lines
+
+
 # How to start it
 
 
@@ -194,10 +222,10 @@ def launch(chosen: Candidate, model: str, search: Search) -> list[str]:
     if search.hardware.kind == "cpu":
         return [_own(chosen, model, search)]
     if chosen.prefill is None:
-        return [_sglang(chosen.layout, model, chosen, search)]
+        return [_sglang(chosen.layout, model, search, chosen.batch, chosen.chunk)]
     return [
-        _sglang(chosen.prefill, model, chosen, search) + " --disaggregation-mode prefill",
-        _sglang(chosen.layout, model, chosen, search) + " --disaggregation-mode decode",
+        _sglang(chosen.prefill, model, search, 0, search.chunk) + " --disaggregation-mode prefill",
+        _sglang(chosen.layout, model, search, chosen.batch, chosen.chunk) + " --disaggregation-mode decode",
     ]
 
 
@@ -209,12 +237,13 @@ def _own(chosen: Candidate, model: str, search: Search) -> str:
     if layout.redundant:
         words += ["--redundant-experts", str(layout.redundant)]
     words += ["--max-running-requests", str(max(1, -(-chosen.batch // layout.dp)))]
+    words += ["--chunked-prefill-size", str(chosen.chunk)]
     if layout.kv in ("bf16", "int8"):
         words += ["--kv-cache-dtype", "bfloat16" if layout.kv == "bf16" else "int8"]
     return shlex.join(words)
 
 
-def _sglang(layout: Layout, model: str, chosen: Candidate, search: Search) -> str:
+def _sglang(layout: Layout, model: str, search: Search, running: int, chunk: int) -> str:
     words = ["python", "-m", "sglang.launch_server", "--model-path", model, "--tp-size", str(layout.devices)]
     if layout.dp > 1:
         words += ["--dp-size", str(layout.dp), "--enable-dp-attention"]
@@ -229,9 +258,9 @@ def _sglang(layout: Layout, model: str, chosen: Candidate, search: Search) -> st
         words += ["--dist-init-addr", "HOST:PORT"]
     if layout.kv.startswith("fp8"):
         words += ["--kv-cache-dtype", "fp8_e4m3"]
-    if layout.devices == chosen.layout.devices:
-        words += ["--max-running-requests", str(chosen.batch)]
+    if running:
+        words += ["--max-running-requests", str(running)]
     if search.overlap:
         words += ["--enable-two-batch-overlap"]
-    words += ["--chunked-prefill-size", str(search.chunk * layout.dp)]
+    words += ["--chunked-prefill-size", str(chunk * layout.dp)]
     return shlex.join(words)

@@ -148,40 +148,33 @@ def _transferred(run: Run, requests: Requests, pool: Prefill) -> NDArray[np.floa
     return arrived
 
 
-def goodput_curve(requests: Requests, where: Deployment, slo: Slo, rates: Iterable[float]) -> list[tuple[float, float]]:
-    """(rate, rate of requests within the SLO) for each rate."""
-    return [(rate, rate * serve(requests, where, rate).goodput(slo)) for rate in rates]
+def largest_rate(requests: Requests, where: Deployment, slo: Slo, guess: float) -> tuple[Served | None, list[Served]]:
+    """(the largest rate that meets the SLO, all that was tried, by rate): growing steps from `guess`, then bisection to
+    3 %. None where not even requests that come one at a time meet it: the deployment is too slow, not too busy."""
+    tried: list[Served] = []
 
+    def probe(rate: float) -> bool:
+        tried.append(serve(requests, where, rate))
+        return tried[-1].meets(slo)
 
-def largest_rate(requests: Requests, where: Deployment, slo: Slo, guess: float) -> Served | None:
-    """The largest rate that meets the SLO, by doubling or halving from `guess` and then bisection to 2 %; None where
-    not even requests that come one at a time meet it (the deployment is too slow, not too busy)."""
-    low, high = guess, guess
-    best = serve(requests, where, guess)
-    if best.meets(slo):
+    low, high, factor = guess, guess, 1.25
+    if probe(guess):
         for _ in range(20):
-            high = 2 * low
-            probe = serve(requests, where, high)
-            if not probe.meets(slo):
+            high, factor = low * factor, min(factor * factor, 4.0)
+            if not probe(high):
                 break
-            low, best = high, probe
+            low = high
     else:
-        for _ in range(20):
-            low = high / 2
-            best = serve(requests, where, low)
-            if best.meets(slo):
+        for _ in range(10):
+            low, factor = high / factor, min(factor * factor, 4.0)
+            if probe(low):
                 break
             high = low
-        else:
-            return None
-    while high > 1.02 * low:
+    while any(each.meets(slo) for each in tried) and high > 1.03 * low:
         middle = math.sqrt(low * high)
-        probe = serve(requests, where, middle)
-        if probe.meets(slo):
-            low, best = middle, probe
-        else:
-            high = middle
-    return best
+        low, high = (middle, high) if probe(middle) else (low, middle)
+    tried.sort(key=lambda each: each.rate)
+    return max((each for each in tried if each.meets(slo)), key=lambda each: each.rate, default=None), tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,38 +192,68 @@ class Closed:
 def closed_form(where: Deployment, rate: float, isl: int, osl: int, hit: float = 0.0) -> Closed:
     """First-order serving without simulation, for one rank and its share of the traffic.
 
-    In the time a request decodes, every other one computes its prompt once: TPOT = t_dec(b) + rate TPOT t_prompt, with
-    b = rate osl TPOT (Little). Waiting for the prompt server: Allen and Cunneen's rho / (1 - rho) (ca^2 + cs^2) / 2 s
-    with Poisson arrivals and equal prompts. Raises SpecError for a rate that is not above 0.
+    A rank has a piece of a prompt in p = rate x pieces x T of its steps of T seconds; of R ranks that step together
+    some rank has one with 1 - (1 - p)^R, and T is t_dec(b) with that share of what a piece adds, b = rate osl T
+    (Little).
+    Waiting for the prompt server: Allen and Cunneen's rho / (1 - rho) (ca^2 + cs^2) / 2 s with Poisson arrivals and
+    equal prompts. Raises SpecError for a rate that is not above 0.
     """
     if not rate > 0:
         raise SpecError(f"the rate must be above 0, not {rate}")
-    mine = rate / where.groups / where.policy.ranks
+    if where.prefill is not None:
+        return _closed_apart(where, where.prefill, rate / where.groups, (isl, osl, hit))
+    ranks, policy = where.policy.ranks, where.policy
+    mine = rate / where.groups / ranks
     new = max(1, round(isl * (1 - hit)))
-    prefill, ranks = where.prefill, where.policy.ranks
-    server = where if prefill is None else prefill
-    pace = 1.0 if prefill is None else ranks / prefill.instances
-    chunks = -(-new // server.policy.token_budget)
-    own = server.cost(0, 0, 0, 0.0)
-    pairs = new * (isl - 0.5 * new)
-    alone = server.cost(0, 0, -(-new // chunks), pairs / chunks) * chunks
-    stolen = alone - own * chunks if prefill is None else 0.0
+    pieces = -(-new // policy.token_budget)
+    piece, pairs = -(-new // pieces), new * (isl - 0.5 * new) / pieces
+    tpot, batch, one, often = where.cost(1, isl), 1.0, 0.0, 0.0
+    for _ in range(200):
+        batch = min(max(mine * osl * tpot, 1e-3), policy.max_running)
+        streams = max(1, round(batch))
+        state = (streams, round(streams * (isl + osl / 2)))
+        step = where.cost(*state)
+        one = where.cost.local(*state, piece, pairs) - where.cost.local(*state, 0, 0.0)
+        one += where.cost.shared(streams, piece / ranks) - where.cost.shared(streams, 0.0)
+        rest = where.cost.shared(streams, piece) - where.cost.shared(streams, piece / ranks)
+        often = mine * pieces * tpot
+        some = 1 - (1 - min(often, 1.0)) ** ranks
+        fresh = step + some * one + max(ranks * often - some, 0.0) / max(ranks - 1, 1) * rest
+        if often > 1:
+            fresh = step + often * (one + rest)
+        if abs(fresh - tpot) < 1e-6 * tpot or tpot > 1e4:
+            break
+        tpot = 0.5 * (tpot + fresh)
+    own = pieces * (step + one)
+    load = mine * own
+    full = mine * osl * tpot > policy.max_running * 1.001 or tpot > 1e4
+    if load >= 1 or full:
+        return Closed(batch, math.inf if full else tpot, math.inf, math.inf, max(load, 1.0))
+    wait = load / (1 - load) * 0.5 * own + 0.5 * tpot
+    return Closed(batch, tpot, wait + own + where.front, wait, load)
+
+
+def _closed_apart(where: Deployment, pool: Prefill, rate: float, lengths: tuple[int, int, float]) -> Closed:
+    """The same where a pool computes prompts: its server is each instance's, streams are not disturbed."""
+    isl, osl, hit = lengths
+    new = max(1, round(isl * (1 - hit)))
+    pieces = -(-new // pool.policy.token_budget)
+    alone = pieces * pool.cost(0, 0, -(-new // pieces), new * (isl - 0.5 * new) / pieces)
+    mine = rate / where.policy.ranks
     tpot, batch = where.cost(1, isl), 1.0
     for _ in range(200):
         batch = min(max(mine * osl * tpot, 1e-3), where.policy.max_running)
-        step = where.cost(max(1, round(batch)), round(max(1, round(batch)) * (isl + osl / 2)))
-        fresh = step / max(1 - mine * stolen, 1e-3)
+        streams = max(1, round(batch))
+        fresh = where.cost(streams, round(streams * (isl + osl / 2)))
         if abs(fresh - tpot) < 1e-6 * tpot:
             break
         tpot = 0.5 * (tpot + fresh)
-    load = mine * pace * alone
-    full = mine * osl * tpot > where.policy.max_running * 1.001 or mine * stolen >= 1
+    load = rate / pool.instances * alone
+    full = mine * osl * tpot > where.policy.max_running * 1.001
     if load >= 1 or full:
         return Closed(batch, math.inf if full else tpot, math.inf, math.inf, max(load, 1.0))
-    wait = load / (1 - load) * 0.5 * alone + (0.5 * tpot if prefill is None else 0.0)
-    sent = 0.0 if prefill is None else _late(prefill, isl, alone)
-    riding = chunks * (where.cost(max(1, round(batch)), round(batch * isl)) - own) if prefill is None else 0.0
-    return Closed(batch, tpot, wait + alone + max(riding, 0.0) + sent + where.front, wait, load)
+    wait = load / (1 - load) * 0.5 * alone
+    return Closed(batch, tpot, wait + alone + _late(pool, isl, alone) + where.front, wait, load)
 
 
 def _late(pool: Prefill, isl: int, alone: float) -> float:

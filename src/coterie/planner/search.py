@@ -33,8 +33,9 @@ PREFILL_LOAD = 0.85
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """What is asked. `like` gives formats, extras and the number of devices. `spread`: half-widths (x or /) of the
-    intervals of TPOT and TTFT. `every`: layouts that are never best as well (see `sensible`). `chunk`: prompt tokens of
-    a step. Raises SpecError for sizes that cannot be."""
+    intervals of TPOT and TTFT. `every`: layouts that are never best as well (see `sensible`). `fixed`: what every
+    instance that decodes must have, as ("tp", 8). `chunk`: prompt tokens of a step. Raises SpecError for sizes
+    that cannot be."""
 
     model: ModelSpec
     hardware: HardwareSpec
@@ -54,6 +55,7 @@ class Search:
     price_hour: float = 0.0
     apart: bool = True
     every: bool = False
+    fixed: tuple[tuple[str, int], ...] = ()
     spread: tuple[float, float] = (UNKNOWN_TPOT, UNKNOWN_TTFT)
 
     def __post_init__(self) -> None:
@@ -85,7 +87,8 @@ class Search:
 class Candidate:
     """One way to serve. `batch`: requests that decode in one of `instances`, each laid out as `layout`; prompts are
     computed there too, or by `prefill_instances` laid out as `prefill`. Seconds; `step` is the decode step. `rate`:
-    requests a second of all devices. `prompt_share`: of an instance's time that prompts take."""
+    requests a second of all devices. `prompt_share`: of an instance's time that prompts take,
+    `chunk` tokens of one a step."""
 
     layout: Layout
     instances: int
@@ -99,6 +102,7 @@ class Candidate:
     rate: float
     osl: int
     prompt_share: float
+    chunk: int
 
     @property
     def devices(self) -> int:
@@ -171,8 +175,13 @@ def instance_layouts(search: Search, devices: int) -> Iterator[Layout]:
             if layout.redundant != least or layout in seen:
                 continue
             seen.add(layout)
-            if search.every or sensible(layout, search.model, search.hardware):
+            if search.every or search.fixed or sensible(layout, search.model, search.hardware):
                 yield layout
+
+
+def allowed(search: Search, layout: Layout) -> bool:
+    """Whether a layout has what instances that decode must have."""
+    return all(getattr(layout, name) == value for name, value in search.fixed)
 
 
 def instance_sizes(devices: int) -> list[int]:
@@ -198,15 +207,19 @@ class Instance:
         hardware = self.search.hardware
         return self.search.isl * self.kv_token / ((hardware.network_gbps or hardware.scaleup_gbps) * 1e9)
 
+    def chunked(self, chunk: int) -> tuple[int, float, float]:
+        """(steps that a prompt takes, its new tokens in each, mean of the tokens cached before)."""
+        search = self.search
+        new = max(1, round(search.isl * (1 - search.hit)))
+        chunks = -(-new // chunk)
+        return chunks, new / chunks, search.isl - new + new * (chunks - 1) / (2 * chunks)
+
     @property
     def prompt_seconds(self) -> float:
         """Seconds to compute a prompt on every rank at once."""
         if self._prompt is None:
-            search = self.search
-            new = max(1, round(search.isl * (1 - search.hit)))
-            chunks = -(-new // search.chunk)
-            past = search.isl - new + new * (chunks - 1) / (2 * chunks)
-            self._prompt = chunks * self.setting.prefill(self.layout.dp, new / chunks, past).seconds
+            chunks, tokens, past = self.chunked(self.search.chunk)
+            self._prompt = chunks * self.setting.prefill(self.layout.dp, tokens, past).seconds
         return self._prompt
 
     @property
@@ -214,16 +227,36 @@ class Instance:
         """Prompts a second if it does nothing else."""
         return self.layout.dp / self.prompt_seconds
 
-    def at(self, batch: int) -> Candidate:
-        """`batch` requests that decode here and have their prompts computed here."""
+    def at(self, chunk: int, batch: int) -> Candidate:
+        """`batch` requests that decode here and have their prompts computed here, `chunk` tokens a step.
+
+        A rank has a chunk in p = (b - 1) chunks / osl of its steps. Ranks that share experts wait for each other: a
+        step has a prompt with 1 - (1 - p)^R, which costs what one rank's prompt does, and what further ranks' add.
+        """
         search, dp = self.search, self.layout.dp
-        step = self.setting.decode(batch, search.isl + search.osl / 2)
-        per_rank = max(batch / dp, 1.0)
-        tpot = step.tpot + (per_rank - 1) / search.osl * self.prompt_seconds
-        share = 1 - step.tpot / tpot
-        ttft = self.prompt_seconds + 0.5 * step.seconds + 0.5 * share / (1 - share) * self.prompt_seconds
+        streams = (float(batch), search.isl + search.osl / 2)
+        step = self.setting.decode(*streams)
+        chunks, tokens, past = self.chunked(chunk)
+        often = (max(batch / dp, 1.0) - 1) * chunks * step.tokens / search.osl
+        one = max(self.setting.mixed(streams, (1, tokens, past)).seconds - step.seconds, 0.0)
+        many = one
+        if dp > 1 and any(search.model.moe_layers()):
+            many = max(self.setting.mixed(streams, (dp, tokens, past)).seconds - step.seconds, one)
+        extra = often * many
+        if many > one and often < 1:
+            some = 1 - (1 - often) ** dp
+            extra = some * one + max(dp * often - some, 0.0) / (dp - 1) * (many - one)
+        tpot, share = (step.seconds + extra) / step.tokens, min(often, 0.99)
+        own = chunks * (step.seconds + one + share * (many - one))
+        ttft = own + 0.5 * (step.seconds + extra) + 0.5 * share / (1 - share) * own
         rate = batch / (ttft + (search.osl - 1) * tpot)
-        return self._candidate(batch, step, tpot, (ttft, rate, share))
+        found = self._candidate(batch, step, tpot, (ttft, rate, extra / (step.seconds + extra)))
+        return replace(found, chunk=chunk)
+
+    def chunks(self) -> list[int]:
+        """Sizes of chunks worth a look: the one asked for, and an eighth where ranks wait for each other's prompts."""
+        waits = self.layout.dp > 1 and any(self.search.model.moe_layers())
+        return sorted({self.search.chunk, *([max(512, self.search.chunk // 8)] if waits else [])})
 
     def decode_only(self, batch: int) -> Candidate:
         """`batch` requests whose prompts are computed elsewhere: `rate` and `ttft` are still without that."""
@@ -235,7 +268,7 @@ class Instance:
         ttft, rate, share = rest
         return Candidate(layout=self.layout, instances=1, prefill=None, prefill_instances=0, batch=batch,
                          b_cap=self.b_cap, tpot=tpot, ttft=ttft, step=step, rate=rate, osl=self.search.osl,
-                         prompt_share=share)  # fmt: skip
+                         prompt_share=share, chunk=self.search.chunk)  # fmt: skip
 
     def batches(self) -> list[int]:
         """Batches to look at: a rank's share doubles up to what fits."""
@@ -283,7 +316,9 @@ def together(search: Search, instance: Instance, devices: int) -> list[Candidate
     """One layout that does both, on as many instances as the devices give."""
     copies = devices // instance.layout.devices
     return [
-        replace(each, instances=copies, rate=each.rate * copies) for each in at_edges(search, instance, instance.at)
+        replace(each, instances=copies, rate=each.rate * copies)
+        for chunk in instance.chunks()
+        for each in at_edges(search, instance, partial(instance.at, chunk))
     ]
 
 
@@ -330,7 +365,8 @@ def find(search: Search, devices: int | None = None) -> Found:
     for size in instance_sizes(devices):
         fits = [each for each in (Instance(search, layout) for layout in instance_layouts(search, size)) if each.b_cap]
         for instance in fits:
-            candidates += together(search, instance, devices)
+            if allowed(search, instance.layout):
+                candidates += together(search, instance, devices)
         whole += fits
     if not candidates:
         raise SpecError(nothing_fits(search, devices))
@@ -338,7 +374,7 @@ def find(search: Search, devices: int | None = None) -> Found:
         prefills = best_prefills(search, whole)
         for prefill in prefills:
             for decode in whole:
-                if decode.layout.tp == 1 or decode.layout.dp == 1:
+                if (decode.layout.tp == 1 or decode.layout.dp == 1) and allowed(search, decode.layout):
                     candidates += apart(search, decode, prefill, devices)
     return Found(tuple(candidates), front(candidates), best(candidates, search, safe=True),
                  best(candidates, search, safe=False))  # fmt: skip
@@ -353,9 +389,12 @@ def best_prefills(search: Search, whole: list[Instance]) -> list[Instance]:
 
 
 def best(candidates: list[Candidate], search: Search, *, safe: bool) -> Candidate | None:
-    """Most tokens a second per device within the SLO."""
+    """Most tokens a second per device within the SLO. What comes within 2 % of it and leaves experts whole is taken
+    first: narrow slices of experts are multiplied less well than the model of a step knows."""
     good = [each for each in candidates if within(each, search, safe=safe)]
-    return max(good, key=lambda each: (each.per_device, -each.tpot), default=None)
+    most = max((each.per_device for each in good), default=0.0)
+    near = [each for each in good if each.per_device >= 0.98 * most]
+    return max(near, key=lambda each: (each.layout.moe_tp == 1, each.per_device, -each.tpot), default=None)
 
 
 def front(candidates: list[Candidate]) -> tuple[Candidate, ...]:
@@ -369,8 +408,12 @@ def front(candidates: list[Candidate]) -> tuple[Candidate, ...]:
 
 def nothing_fits(search: Search, devices: int) -> str:
     """Why no layout holds the model, in one line."""
-    spread = [budget(search.model, search.hardware, layout, search.load(None))
-              for layout in instance_layouts(search, devices)]  # fmt: skip
+    spread = [
+        budget(search.model, search.hardware, layout, search.load(None))
+        for size in instance_sizes(devices)
+        for layout in instance_layouts(search, size)
+        if allowed(search, layout)
+    ]
     if not spread:
         return f"no layout of {devices} devices divides this model; ask for --every, or another number of devices"
     least = min(spread, key=lambda each: each.used)

@@ -323,53 +323,125 @@ def simulate(requests: Requests, policy: Policy, cost: StepTime) -> Run:
     return Run(start, first, end, *totals, sum(rank.preemptions for rank in ranks), peak)
 
 
+class _Group:
+    """Ranks that step together. Those that only decode for a while sleep: they are brought up to date when something
+    happens to them, and stand in a step by the slowest of them (`_worst`, read anew at least once a page)."""
+
+    def __init__(self, ranks: list[_Rank], local: Callable[[int, int, int, float], float]) -> None:
+        self.ranks, self._local = ranks, local
+        self.active: list[_Rank] = []
+        self.step = self.left = self.decode = 0
+        self._alarms: list[tuple[int, int]] = []
+        self._seen: dict[int, int] = {}  # sleeping ranks by place, and the step they are up to date with
+        self._worst, self._worst_since = -1, 0
+
+    def add(self, request: int) -> None:
+        """Give a request to the rank with the fewest unfinished ones."""
+        place = min(range(len(self.ranks)), key=lambda each: self.ranks[each].unfinished)
+        rank = self.ranks[place]
+        if place in self._seen:
+            self._wake(place)
+        elif not rank.unfinished:
+            self.active.append(rank)
+        rank.add(request)
+        self.left += 1
+
+    def calm(self) -> int:
+        """Steps until the first sleeper wakes, if nobody is awake."""
+        return 0 if self.active or not self._alarms else self._alarms[0][0] - self.step
+
+    def slowest(self, ahead: int = 0) -> float:
+        """Seconds of the slowest sleeper in a step so many from now."""
+        if not self._seen:
+            return 0.0
+        if self._worst not in self._seen or self.step >= self._worst_since + self.ranks[0].policy.page:
+            self._worst = max(self._seen, key=lambda place: self._seconds(place, 0))
+            self._worst_since = self.step
+        return self._seconds(self._worst, ahead)
+
+    def _seconds(self, place: int, ahead: int) -> float:
+        rank = self.ranks[place]
+        grown = rank.context + rank.decode * (self.step + ahead - self._seen[place])
+        return self._local(rank.decode, grown, 0, 0.0)
+
+    def pass_steps(self, steps: int) -> None:
+        """All sleep for so many steps; those whose time has come wake."""
+        self.step += steps
+        self._ring()
+
+    def end_step(self, now: float) -> None:
+        """Finish the step of those awake; who is done or has nothing but streams leaves them."""
+        before = sum(rank.unfinished for rank in self.active)
+        for rank in self.active:
+            rank.finish(now)
+        self.left -= before - sum(rank.unfinished for rank in self.active)
+        self.step += 1
+        awake = []
+        for rank in self.active:
+            if not rank.unfinished:
+                continue
+            if (steps := rank.quiet()) > 2:
+                self._sleep(self.ranks.index(rank), steps)
+            else:
+                awake.append(rank)
+        self.active = awake
+        self._ring()
+
+    def _sleep(self, place: int, steps: int) -> None:
+        self._seen[place] = self.step
+        self.decode += self.ranks[place].decode
+        heapq.heappush(self._alarms, (self.step + steps, place))
+        if self._worst in self._seen and self._seconds(place, 0) > self._seconds(self._worst, 0):
+            self._worst = place
+
+    def _ring(self) -> None:
+        while self._alarms and self._alarms[0][0] <= self.step:
+            _, place = heapq.heappop(self._alarms)
+            if place in self._seen:
+                self._wake(place)
+
+    def _wake(self, place: int) -> None:
+        rank = self.ranks[place]
+        rank.advance(self.step - self._seen.pop(place))
+        self.decode -= rank.decode
+        self.active.append(rank)
+        self._alarms = [alarm for alarm in self._alarms if alarm[1] != place]
+        heapq.heapify(self._alarms)
+
+
 def _loop(arrival: list[float], ranks: list[_Rank], cost: StepTime) -> tuple[int, float, float, float]:
     """Step until everyone has ended: (steps, busy seconds, request-seconds in the system, stream-seconds)."""
-    now, upcoming, left, count = 0.0, 0, 0, len(arrival)
-    steps, busy, in_system, streams = 0, 0.0, 0.0, 0.0
+    now, upcoming, count = 0.0, 0, len(arrival)
+    busy, in_system, streams = 0.0, 0.0, 0.0
     local, shared = cost.local, cost.shared
-    while upcoming < count or left:
+    group = _Group(ranks, local)
+    while upcoming < count or group.left:
         while upcoming < count and arrival[upcoming] <= now:
             in_system += now - arrival[upcoming]
-            min(ranks, key=lambda rank: rank.unfinished).add(upcoming)
-            upcoming, left = upcoming + 1, left + 1
-        working = [rank for rank in ranks if rank.running or rank.waiting]
-        if not working:
+            group.add(upcoming)
+            upcoming += 1
+        if not group.left:
             now = arrival[upcoming]
             continue
-        if (calm := min(rank.quiet() for rank in working)) > 2:
-            until = arrival[upcoming] - now if upcoming < count else None
-            calm, seconds = _leap(working, calm, until, shared(sum(r.decode for r in working) / len(ranks), 0.0), local)
-            decode = sum(rank.decode for rank in working)
-            for rank in working if calm else ():
-                rank.advance(calm)
-            steps, busy, now = steps + calm, busy + seconds, now + seconds
-            in_system, streams = in_system + left * seconds, streams + decode * seconds
-            if calm:
-                continue
-        slowest, prompt, decode = 0.0, 0, 0
-        for rank in working:
-            load = rank.begin(now)
-            slowest = max(slowest, local(*load))
-            prompt, decode = prompt + load[2], decode + load[0]
-        seconds = slowest + shared(decode / len(ranks), prompt / len(ranks))
-        steps, busy, now = steps + 1, busy + seconds, now + seconds
-        in_system, streams = in_system + left * seconds, streams + decode * seconds
-        left = 0
-        for rank in working:
-            rank.finish(now)
-            left += rank.unfinished
-    return steps, busy, in_system, streams
-
-
-def _leap(
-    working: list[_Rank], calm: int, until: float | None, common: float, local: Callable[[int, int, int, float], float]
-) -> tuple[int, float]:
-    """(steps, seconds) of up to `calm` steps in which all ranks only decode, ending within `until` seconds: the mean of
-    the first and the last step's time, as time grows evenly with context."""
-    first = common + max(local(rank.decode, rank.context, 0, 0.0) for rank in working)
-    last = common + max(local(r.decode, r.context + r.decode * (calm - 1), 0, 0.0) for r in working)
-    if until is not None and calm * last > until:
-        calm = int(until / last)
-        last = common + max(local(r.decode, r.context + r.decode * (calm - 1), 0, 0.0) for r in working)
-    return calm, calm * 0.5 * (first + last)
+        left = group.left
+        if calm := group.calm():
+            decode = group.decode
+            common = shared(decode / len(ranks), 0.0)
+            first, last = common + group.slowest(), common + group.slowest(calm - 1)
+            if upcoming < count and calm * last > arrival[upcoming] - now:
+                calm = max(int((arrival[upcoming] - now) / last), 1)
+                last = common + group.slowest(calm - 1)
+            seconds = calm * 0.5 * (first + last)
+            now += seconds
+            group.pass_steps(calm)
+        else:
+            slowest, prompt, decode = group.slowest(), 0, group.decode
+            for rank in group.active:
+                load = rank.begin(now)
+                slowest = max(slowest, local(*load))
+                prompt, decode = prompt + load[2], decode + load[0]
+            seconds = slowest + shared(decode / len(ranks), prompt / len(ranks))
+            now += seconds
+            group.end_step(now)
+        busy, in_system, streams = busy + seconds, in_system + left * seconds, streams + decode * seconds
+    return group.step, busy, in_system, streams

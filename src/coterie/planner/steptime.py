@@ -59,6 +59,11 @@ class Setting:
         """A step of `batch` prompts over all devices with so many new tokens each."""
         return self._cost(None, replace(self.point(batch, tokens, prompt=True), past=past))
 
+    def mixed(self, streams: tuple[float, float], prompts: tuple[float, float, float]) -> StepCost:
+        """Both at once: (streams, context) and (prompts, new tokens each, cached tokens each) over all devices."""
+        batch, tokens, past = prompts
+        return self._cost(self.point(*streams), replace(self.point(batch, tokens, prompt=True), past=past))
+
     def _cost(self, decode: Point | None, prefill: Point | None) -> StepCost:
         return mixed_step(self.model, self.hardware, self.layout, (decode, prefill), self.efficiency)
 

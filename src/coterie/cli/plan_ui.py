@@ -1,0 +1,31 @@
+"""`coterie plan ui`: the what-if page on this machine's loopback address, until Ctrl-C."""
+
+from __future__ import annotations
+
+import webbrowser
+
+import click
+
+from coterie.cli.main import debug_option
+from coterie.planner.page import offer, page_server
+
+
+@click.command()
+@click.argument("model", default="DeepSeek-R1")
+@click.option("--hardware", "--hw", "hardware", default="b200", show_default=True, metavar="NAME|FILE",
+              help="The device that is shown first.")  # fmt: skip
+@click.option("--port", type=click.IntRange(0, 65535), default=8010, show_default=True, help="0 takes a free one.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
+@debug_option
+def ui(model: str, hardware: str, port: int, opens: bool) -> None:
+    """Show a page where model, device, load and limits can be changed and the plan is redrawn."""
+    offered = offer(model, hardware)
+    with page_server(offered, port) as server:
+        address = f"http://127.0.0.1:{server.server_address[1]}/"
+        click.echo(f"{address} (Ctrl-C ends it)")
+        if opens:
+            webbrowser.open(address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            click.echo("ended", err=True)

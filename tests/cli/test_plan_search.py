@@ -1,0 +1,117 @@
+"""`coterie plan search` and `plan serve`: tables, files that they write, limits that cannot be kept, mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from coterie.cli.main import run
+
+SEARCH = ["search", "r1", "--hw", "b200", "-n", "8", "--tpot", "50", "--ttft", "2000"]
+SERVE = ["serve", "r1", "--hw", "b200", "-n", "8", "--osl", "64", "--requests", "60"]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(["plan", *arguments]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(["plan", *arguments]) != 0
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+def test_the_table_of_sizes_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, *SEARCH, "--also", "32").splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["8", "32"]
+
+
+def test_layout_options_hold_for_what_decodes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(shown(capsys, *SEARCH, "--tp", "8", "--json"))["searches"][0]
+    assert {each["layout"]["tp"]["value"] for each in found["front"]} == {8}
+
+
+class Links(HTMLParser):
+    """Whatever a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.found += [tag] if tag in ("script", "link", "iframe", "img", "object", "embed") else []
+
+
+def test_the_report_is_one_file_that_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.html"
+    shown(capsys, *SEARCH, "--report", str(file))
+    text = file.read_text(encoding="utf-8")
+    links = Links()
+    links.feed(text)
+    assert not links.found and "url(" not in text and "@import" not in text
+    assert text.count("<svg") == 3 and 'class="best"' in text and "sglang.launch_server" in text
+    numbers = re.search(r"<pre>(\{.*\})</pre></details>", text, re.S)
+    assert numbers is not None
+
+
+@pytest.mark.parametrize("ending, start", [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_plot_is_written(ending: str, start: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / f"front.{ending}"
+    shown(capsys, *SEARCH, "--plot", str(file))
+    assert file.read_bytes().startswith(start)
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = error(capsys, *SEARCH, "--plot", str(tmp_path / "front.png"))
+    assert "pip install 'coterie[plot]'" in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*SEARCH, "--plot", "front.gif"], "written as .png or .svg, not .gif"),
+        ([*SEARCH, "--skew", "zapf"], "there is no skew 'zapf'"),
+        (["search", "r1", "--hw", "h100", "-n", "4"], "does not fit on 4 x H100"),
+        (["search", "r1", "--hw", "b200", "-n", "8", "--tpot", "-3"], "is not in the range"),
+        ([*SEARCH, "--hit", "1"], "is not in the range"),
+        (["serve", "r1", "--hw", "b200", "-n", "8"], "say --rate, or --ttft or --tpot"),
+        (["serve", "r1", "--hw", "b200", "-n", "2", "--rate", "1"], "nothing is left for the cache"),
+        (["serve", "r1", "--hw", "b200", "-n", "8", "--tpot", "1"], "a step of one stream a rank takes"),
+        (["serve", "r1", "--hw", "b200", "-n", "8", "--ttft", "1"], "computing the prompt alone takes"),
+        ([*SERVE, "--rate", "0"], "is not in the range"),
+        ([*SERVE, "--trace", "missing.jsonl"], "No such file"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in error(capsys, *arguments)
+
+
+def test_an_slo_that_nothing_keeps_says_so_and_which_term(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "search", "r1", "--hw", "b200", "-n", "8", "--tpot", "1")
+    assert "no layout reaches 1 ms a token" in text and "alone is" in text
+
+
+def test_serve_shows_percentiles_pools_and_the_largest_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, *SERVE, "--tpot", "60", "--prefill-instances", "1")
+    assert "load of the pools: prompts" in text and "largest rate with 90 % within the limits" in text
+
+
+def test_a_trace_is_served_at_its_own_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.jsonl"
+    rows = [{"arrival": i / 2, "isl": 100 + i, "osl": 20} for i in range(50)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = json.loads(shown(capsys, *SERVE, "--trace", str(file), "--json"))
+    assert found["asked"]["rate"] == pytest.approx(50 / 24.5) and not found["simulated"]["saturated"]
+    assert found["simulated"]["requests"]["value"] == 40  # the first and the last tenth are not counted
