@@ -16,6 +16,7 @@ import click
 from coterie.cli.plan_options import Asked, Decorator
 from coterie.cli.ranges import FiniteRange
 from coterie.planner.imbalance import Placement
+from coterie.planner.known import known_of
 from coterie.planner.memory import Load
 from coterie.planner.search import Search
 from coterie.planner.skew import FORMS, Skew
@@ -37,6 +38,8 @@ GOAL_OPTIONS: tuple[Decorator, ...] = (
     click.option("--accept", type=FiniteRange(0, 1), default=0.85, show_default=True,
                  help="Probability that a drafted token is right."),
     click.option("--overlap", is_flag=True, help="Two micro-batches, one computes while the other exchanges."),
+    click.option("--engine", help="Whose published measurements the times are fitted on. [default: of none in "
+                 "particular]"),
     click.option("--price", type=FiniteRange(0, 1e6), default=0.0,
                  help="Of a device-hour, in any currency. [default: the hardware file's]"),
 )  # fmt: skip
@@ -64,6 +67,7 @@ def search_of(asked: Asked, load: Load, values: dict[str, Any]) -> Search:
     given = {name: values.pop(name) for name in ("hit", "placement", "draft", "accept", "overlap")}
     return Search(
         model=asked.model, hardware=asked.hardware, like=asked.layout, slo=slo, isl=max(load.isl, 1), osl=load.osl,
+        known=known_of(asked.model, asked.hardware, asked.layout, values.pop("engine"), asked.measured),
         chunk=load.chunk, utilisation=load.utilisation, price_hour=values.pop("price"),
         skew=None if skew is None else Skew.parse(skew), **given,
     )  # fmt: skip

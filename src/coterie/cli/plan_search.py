@@ -103,7 +103,7 @@ def front_table(found: Found, search: Search) -> str:
 
 def cells(each: Candidate, search: Search) -> list[str]:
     """A candidate's numbers."""
-    factor = search.spread[0]
+    factor = search.known.spread(each.layout)[0]
     tpot = f"{number(each.tpot, 's')} ({number(each.tpot / factor, 's')} to {number(each.tpot * factor, 's')})"
     speeds = [f"{each.per_user:.0f}", f"{each.per_device:,.0f}"]
     return [f"{each.batch:,}", tpot, number(each.ttft, "s"), *speeds, each.step.bound]

@@ -122,8 +122,8 @@ def document(asked: Asked, search: Search, where: Deployment, answer: Answer) ->
         "asked": {**question(search, asked.name, asked.layout.devices), "rate": answer.rate},
         "layout": layout_numbers(asked.layout),
         "closed_form": {
-            "tpot": timed(search, closed.tpot, "tpot-serving", search.spread[0]),
-            "ttft": timed(search, closed.ttft, "ttft-serving", search.spread[1]),
+            "tpot": timed(search, closed.tpot, "tpot-serving", search.known.spread(search.like)[0]),
+            "ttft": timed(search, closed.ttft, "ttft-serving", search.known.spread(search.like)[1]),
             "batch": rated(search, closed.batch * asked.layout.dp, "requests", "batch"),
             "load": flagged(rated(search, closed.load, "", "prompt-load"), closed.load > 0.9),
         },
@@ -145,7 +145,8 @@ def simulated(search: Search, served: Served) -> dict[str, Any]:
     """Percentiles and totals of a simulated rate."""
     found: dict[str, Any] = {}
     for name, values in served.percentiles(PERCENTILES).items():
-        factor = search.spread[0] if name == "tpot" else search.spread[1]
+        tpot, ttft = search.known.spread(search.like)
+        factor = tpot if name == "tpot" else ttft
         each = {q: timed(search, value, f"{name}-simulated", factor) for q, value in values.items()}
         found[name] = {f"p{q}": flagged(quantity, served.saturated) for q, quantity in each.items()}
     found |= {
@@ -214,7 +215,7 @@ def words(asked: Asked, search: Search, where: Deployment, answer: Answer) -> li
         )
     elif answer.curve:
         lines.append(f"no rate keeps the limits: {impossible(search, where)}")
-    if search.efficiency is None:
-        tpot, ttft = search.spread
-        lines.append(f"UNCALIBRATED: 80 % intervals are TPOT x or / {tpot:g}, TTFT x or / {ttft:g}")
+    tpot, ttft = search.known.spread(search.like)
+    flags = "".join(f", {flag}" for flag in search.known.flags_of(search.like))
+    lines.append(f"times: {search.known.how}{flags}; 80 % intervals TPOT x or / {tpot:.2f}, TTFT x or / {ttft:.2f}")
     return lines

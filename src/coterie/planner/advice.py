@@ -55,7 +55,7 @@ def binding(candidate: Candidate, search: Search, *, safe: bool = True) -> str:
     more = instance.decode_only(batch) if alone else instance.at(candidate.chunk, batch)
     if alone and candidate.rate < 0.999 * candidate.instances * instance.decode_only(candidate.batch).rate:
         return "prompts"
-    tpot, ttft = search.spread if safe else (1.0, 1.0)
+    tpot, ttft = search.known.spread(candidate.layout) if safe else (1.0, 1.0)
     if more.tpot * tpot > search.slo.tpot:
         return "B_SLO"
     if not alone and more.ttft * ttft > search.slo.ttft:
@@ -208,8 +208,10 @@ def sentences(found: Found, search: Search, name: str) -> list[str]:
     if cost.watts:
         lines.append(f"  power: {cost.watts / 1e3:,.3g} kW at rated power, {cost.joules:.3g} J a token")
     lines += ["start it with", *(f"  {command}" for command in launch(chosen, name, search))]
-    if search.efficiency is None:
-        lines.append("times are UNCALIBRATED for this model and engine: the intervals are wide on purpose")
+    tpot, ttft = search.known.spread(chosen.layout)
+    lines.append(f"times: {search.known.how}; 80 % intervals TPOT x or / {tpot:.2f}, TTFT x or / {ttft:.2f}")
+    if flags := search.known.flags_of(chosen.layout):
+        lines.append(f"flags: {', '.join(flags)}")
     return lines
 
 

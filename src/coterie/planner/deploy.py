@@ -67,7 +67,7 @@ def deploy(search: Search, pool: Pool | None = None, running: int | None = None)
     context = search.isl + search.osl / 2
     setting = search.setting(layout)
     groups = layout.dp // ranks
-    front = (search.efficiency or prior(search.hardware)).step_seconds
+    front = search.known.front or prior(search.hardware).step_seconds
     cost = step_time(setting, context, policy.token_budget)
     return Deployment(cost=cost, policy=policy, prefill=None if pool is None else _prefill(search, pool, groups),
                       groups=groups, front=front)  # fmt: skip

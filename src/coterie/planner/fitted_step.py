@@ -17,7 +17,7 @@ from coterie.planner.calibrate import NOISE, shipped
 from coterie.planner.cost import Efficiency, OpCost
 from coterie.planner.named import architecture
 from coterie.planner.quantity import Flag
-from coterie.planner.served import ROW_LIMIT, ROW_SECONDS, efficiency, times
+from coterie.planner.served import FRONT_SECONDS, ROW_LIMIT, ROW_SECONDS, efficiency, times
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
@@ -28,13 +28,16 @@ Quantity = Literal["tpot", "ttft"]
 @dataclass(frozen=True, slots=True)
 class FittedStep:
     """efficiency: posterior mean. spread: factor of the 80 % interval. rows: seconds of a stream in a step beyond bytes
-    and products, while few. seen: measurements of the engine's class."""
+    and products, while few (to about `row_limit`). front: seconds before a prompt is computed. seen: measurements of
+    the engine's class."""
 
     efficiency: Efficiency
     spread: float
     rows: float
     seen: int
     flags: tuple[Flag, ...]
+    front: float = 0.0
+    row_limit: float = ROW_LIMIT
 
     def streams(self, count: float) -> OpCost:
         """Sampling and bookkeeping of so many streams of a group."""
@@ -78,5 +81,6 @@ def fitted_step(
         flags += ("UNCALIBRATED",)
     deviation = math.hypot(answer.spread, NOISE[quantity]) * calibration.factor(quantity, known=not flags)
     return FittedStep(
-        efficiency(answer.z, kind, hw), math.exp(deviation), ROW_SECONDS * times(answer.z, "rows"), seen, flags
+        efficiency(answer.z, kind, hw), math.exp(deviation), ROW_SECONDS * times(answer.z, "rows"), seen, flags,
+        FRONT_SECONDS * times(answer.z, "front"),
     )

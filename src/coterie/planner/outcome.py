@@ -1,13 +1,13 @@
 """What a search found as numbers with intervals, units, kinds and formula ids: for JSON, reports and the page.
 
-The intervals of times are those of `Search.spread`; rates have their inverse. A search nothing was fitted for is
+The intervals of times are those of `Search.known`; rates have their inverse. What nothing was fitted for is
 extrapolated and flagged UNCALIBRATED. Not here: the search, the words (`advice`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from coterie.planner.advice import MEANING, binding, changes, cost_of, describe, launch, reason, unreachable
@@ -17,21 +17,21 @@ from coterie.planner.quantity import Flag, Kind, Quantity, sure
 from coterie.planner.search import Candidate, Found, Search
 
 
-def timed(search: Search, seconds: float, formula: str, factor: float) -> Quantity:
-    """A time with its interval."""
-    return _kind(search, Quantity(seconds, "s", "extrapolated", formula, seconds / factor, seconds * factor))
+def timed(search: Search, seconds: float, formula: str, factor: float, layout: Layout | None = None) -> Quantity:
+    """A time with its interval; flags are those of a layout (the search's own by default)."""
+    return _kind(search, Quantity(seconds, "s", "extrapolated", formula, seconds / factor, seconds * factor), layout)
 
 
-def _kind(search: Search, quantity: Quantity) -> Quantity:
-    kind: Kind = "extrapolated" if search.efficiency is None else "calibrated"
-    flags: tuple[Flag, ...] = ("UNCALIBRATED",) if search.efficiency is None else ()
-    return Quantity(quantity.value, quantity.unit, kind, quantity.formula, quantity.p10, quantity.p90, flags)
+def _kind(search: Search, quantity: Quantity, layout: Layout | None) -> Quantity:
+    flags: tuple[Flag, ...] = search.known.flags_of(layout or search.like)
+    kind: Kind = "extrapolated" if flags else "calibrated"
+    return replace(quantity, kind=kind, flags=flags)
 
 
-def rated(search: Search, value: float, unit: str, formula: str) -> Quantity:
+def rated(search: Search, value: float, unit: str, formula: str, layout: Layout | None = None) -> Quantity:
     """A rate that falls as time per token rises."""
-    factor = search.spread[0]
-    return _kind(search, Quantity(value, unit, "extrapolated", formula, value / factor, value * factor))
+    factor = search.known.spread(layout or search.like)[0]
+    return _kind(search, Quantity(value, unit, "extrapolated", formula, value / factor, value * factor), layout)
 
 
 def count(number: int, unit: str = "requests") -> Quantity:
@@ -50,7 +50,8 @@ def layout_numbers(layout: Layout) -> dict[str, Any]:
 def candidate_numbers(each: Candidate, search: Search) -> dict[str, Any]:
     """One way to serve."""
     cost = cost_of(each, search)
-    tpot, ttft = search.spread
+    tpot, ttft = search.known.spread(each.layout)
+    own = each.layout
     numbers: dict[str, Any] = {
         "deployment": describe(each),
         "layout": layout_numbers(each.layout),
@@ -61,28 +62,28 @@ def candidate_numbers(each: Candidate, search: Search) -> dict[str, Any]:
         "devices": count(each.devices, "devices"),
         "batch": sure(each.batch, "requests", "batch"),
         "b_cap": sure(each.b_cap, "requests", "b-cap"),
-        "tpot": timed(search, each.tpot, "tpot-serving", tpot),
-        "ttft": timed(search, each.ttft, "ttft-serving", ttft),
-        "tokens_per_device": rated(search, each.per_device, "tokens/s", "tokens-per-device"),
-        "tokens_per_user": rated(search, each.per_user, "tokens/s", "tokens-per-user"),
-        "tokens": rated(search, each.per_device * each.devices, "tokens/s", "tokens-per-device"),
-        "rate": rated(search, each.rate, "requests/s", "request-rate"),
-        "prompt_share": rated(search, each.prompt_share, "", "prompt-share"),
+        "tpot": timed(search, each.tpot, "tpot-serving", tpot, own),
+        "ttft": timed(search, each.ttft, "ttft-serving", ttft, own),
+        "tokens_per_device": rated(search, each.per_device, "tokens/s", "tokens-per-device", own),
+        "tokens_per_user": rated(search, each.per_user, "tokens/s", "tokens-per-user", own),
+        "tokens": rated(search, each.per_device * each.devices, "tokens/s", "tokens-per-device", own),
+        "rate": rated(search, each.rate, "requests/s", "request-rate", own),
+        "prompt_share": rated(search, each.prompt_share, "", "prompt-share", own),
         "watts": sure(cost.watts, "W", "watts", "assumed"),
     }
     if cost.per_million:
-        numbers["cost_per_million_tokens"] = rated(search, cost.per_million, "currency", "cost-per-million")
+        numbers["cost_per_million_tokens"] = rated(search, cost.per_million, "currency", "cost-per-million", own)
     if cost.watts:
-        numbers["joules_per_token"] = rated(search, cost.joules, "J", "joules-per-token")
+        numbers["joules_per_token"] = rated(search, cost.joules, "J", "joules-per-token", own)
     return numbers
 
 
-def step_lines(step: StepCost, search: Search) -> list[dict[str, Any]]:
+def step_lines(step: StepCost, search: Search, layout: Layout) -> list[dict[str, Any]]:
     """Where the time of a decode step goes, the longest first."""
+    factor = search.known.spread(layout)[0]
     ops = sorted(step.ops, key=lambda op: -op.seconds)
     return [
-        {"name": op.name, "seconds": timed(search, op.seconds, "step", search.spread[0]), "bound": op.bound}
-        for op in ops
+        {"name": op.name, "seconds": timed(search, op.seconds, "step", factor, layout), "bound": op.bound} for op in ops
     ]
 
 
@@ -96,7 +97,7 @@ def recommendation(found: Found, search: Search, model: str, *, safe: bool) -> d
     numbers |= {
         "reason": reason(chosen, found, search, safe=safe),
         "binding": {"limit": limit, "meaning": MEANING[limit]},
-        "step": step_lines(chosen.step, search),
+        "step": step_lines(chosen.step, search, chosen.layout),
         "most_time": chosen.step.bound,
         "launch": launch(chosen, model, search),
     }

@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 from coterie.planner.advice import sentences, shape
 from coterie.planner.devices import device, devices
 from coterie.planner.imbalance import Placement
+from coterie.planner.known import known_of
 from coterie.planner.layout import CacheName, WeightName, Wish, choose
 from coterie.planner.models import model, model_names
 from coterie.planner.report import front_table, limits_chart, memory_chart, pareto_chart
@@ -92,8 +93,9 @@ def asked(offered: Offer, values: Mapping[str, str]) -> tuple[Search, str, int, 
     skew = values.get("skew", "")
     if skew and not SKEW.fullmatch(skew):
         raise SpecError(f"{skew!r} is not a skew of this page: uniform, trace, zipf:S or dirichlet:A")
+    like = choose(spec, hardware, count, wish)
     search = Search(
-        model=spec, hardware=hardware, like=choose(spec, hardware, count, wish), fixed=fixed,
+        model=spec, hardware=hardware, like=like, fixed=fixed, known=known_of(spec, hardware, like),
         slo=Slo(_seconds(values, "ttft"), _seconds(values, "tpot")), isl=_whole(values, "isl", 4096, 10_000_000),
         osl=_whole(values, "osl", 1024, 10_000_000), skew=Skew.parse(skew) if skew else None,
         placement=_one(values, "placement", get_args(Placement)),  # type: ignore[arg-type]

@@ -42,10 +42,10 @@ def plot_search(found: Found, search: Search, title: str, file: Path) -> None:
         axes.plot([each.per_user for each in best], [each.per_device for each in best], marker, color="#4269d0",
                   label=label)  # fmt: skip
     users, devices = [each.per_user for each in found.front], [each.per_device for each in found.front]
-    factor = search.spread[0]
+    widths = [search.known.spread(each.layout)[0] for each in found.front]
     axes.plot(users, devices, color="#4269d0", linewidth=1)
-    axes.fill_betweenx(devices, [user / factor for user in users], [user * factor for user in users],
-                       color="#4269d0", alpha=0.1, label="80 % interval")  # fmt: skip
+    low, high = ([user * width**sign for user, width in zip(users, widths, strict=True)] for sign in (-1, 1))
+    axes.fill_betweenx(devices, low, high, color="#4269d0", alpha=0.1, label="80 % interval")
     if search.slo.tpot < float("inf"):
         axes.axvline(1 / search.slo.tpot, color="#333", linestyle="--", linewidth=1,
                      label=f"{1e3 * search.slo.tpot:g} ms a token")  # fmt: skip

@@ -79,9 +79,12 @@ def label(each: Candidate) -> str:
 
 def pareto_chart(found: Found, search: Search) -> str:
     """The front with its intervals, all else in grey, the recommendation marked."""
-    factor = search.spread[0]
     front = list(found.front)
-    marks = [Mark(e.per_user, e.per_device, label(e), 0, e.per_user / factor, e.per_user * factor) for e in front]
+    widths = [search.known.spread(each.layout)[0] for each in front]
+    marks = [
+        Mark(e.per_user, e.per_device, label(e), 0, e.per_user / width, e.per_user * width)
+        for e, width in zip(front, widths, strict=True)
+    ]
     marks += [Mark(e.per_user, e.per_device, label(e), 1) for e in found.candidates if e not in set(front)]
     best = -1
     chosen = found.safe or found.bold
@@ -131,13 +134,13 @@ def _chosen(chosen: Candidate, search: Search, answer: Mapping[str, Any]) -> lis
 
 def front_table(front: Sequence[Candidate], search: Search) -> str:
     """The front as a table."""
-    factor = search.spread[0]
+    widths = [search.known.spread(each.layout)[0] for each in front]
     heads = ("deployment", "batch", "TPOT ms (p10 to p90)", "TTFT ms", "tok/s per user", "tok/s per device")
     rows = [
         (describe(e), f"{e.batch:,}",
-         f"{1e3 * e.tpot:.1f} ({1e3 * e.tpot / factor:.1f} to {1e3 * e.tpot * factor:.1f})", f"{1e3 * e.ttft:.0f}",
+         f"{1e3 * e.tpot:.1f} ({1e3 * e.tpot / width:.1f} to {1e3 * e.tpot * width:.1f})", f"{1e3 * e.ttft:.0f}",
          f"{e.per_user:.0f}", f"{e.per_device:,.0f}")
-        for e in front
+        for e, width in zip(front, widths, strict=True)
     ]  # fmt: skip
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)

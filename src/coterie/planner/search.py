@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from coterie.planner.cost import Efficiency, StepCost
+from coterie.planner.cost import StepCost
 from coterie.planner.imbalance import Placement, gamma
+from coterie.planner.known import PRIOR, Known
 from coterie.planner.layout import Layout, divisors, layouts
 from coterie.planner.memory import Load, budget
 from coterie.planner.skew import Skew
@@ -24,18 +25,15 @@ from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
 
-UNKNOWN_TPOT, UNKNOWN_TTFT = 1.6, 1.8
-"""Half-widths (x or /) of 80 % intervals of a model and engine that nothing was fitted on."""
 PREFILL_LOAD = 0.85
 """Load of a pool of prefill instances: beyond, waiting grows without bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What is asked. `like` gives formats, extras and the number of devices. `spread`: half-widths (x or /) of the
-    intervals of TPOT and TTFT. `every`: layouts that are never best as well (see `sensible`). `fixed`: what every
-    instance that decodes must have, as ("tp", 8). `chunk`: prompt tokens of a step. Raises SpecError for sizes
-    that cannot be."""
+    """What is asked. `like` gives formats, extras and the number of devices; `known` efficiencies and intervals.
+    `every`: layouts that are never best as well (see `sensible`). `fixed`: what every instance that decodes must have,
+    as ("tp", 8). `chunk`: prompt tokens of a step. Raises SpecError for sizes that cannot be."""
 
     model: ModelSpec
     hardware: HardwareSpec
@@ -46,7 +44,7 @@ class Search:
     hit: float = 0.0
     skew: Skew | None = None
     placement: Placement = "random"
-    efficiency: Efficiency | None = None
+    known: Known = PRIOR
     draft: int = 0
     accept: float = 0.85
     overlap: bool = False
@@ -56,13 +54,10 @@ class Search:
     apart: bool = True
     every: bool = False
     fixed: tuple[tuple[str, int], ...] = ()
-    spread: tuple[float, float] = (UNKNOWN_TPOT, UNKNOWN_TTFT)
 
     def __post_init__(self) -> None:
         if not 0 <= self.hit < 1:
             raise SpecError(f"the share of prompts found in the prefix cache must be from 0 to below 1, not {self.hit}")
-        if min(self.spread) < 1:
-            raise SpecError(f"an interval's half-width must be at least 1, not {min(self.spread)}")
         if not 0 <= self.price_hour < 1e6:
             raise SpecError(f"the price of a device-hour must be from 0 to 1e6, not {self.price_hour}")
         self.load(None)
@@ -73,7 +68,7 @@ class Search:
 
     def setting(self, layout: Layout) -> Setting:
         """A layout's step times."""
-        return Setting(model=self.model, hardware=self.hardware, layout=layout, efficiency=self.efficiency,
+        return Setting(model=self.model, hardware=self.hardware, layout=layout, known=self.known,
                        draft=self.draft, accept=self.accept, overlap=self.overlap and layout.dp > 1 and layout.ep > 1,
                        gamma=self._gamma(layout))  # fmt: skip
 
@@ -247,7 +242,7 @@ class Instance:
             some = 1 - (1 - often) ** dp
             extra = some * one + max(dp * often - some, 0.0) / (dp - 1) * (many - one)
         tpot, share = (step.seconds + extra) / step.tokens, min(often, 0.99)
-        own = chunks * (step.seconds + one + share * (many - one))
+        own = search.known.front + chunks * (step.seconds + one + share * (many - one))
         ttft = own + 0.5 * (step.seconds + extra) + 0.5 * share / (1 - share) * own
         rate = batch / (ttft + (search.osl - 1) * tpot)
         found = self._candidate(batch, step, tpot, (ttft, rate, extra / (step.seconds + extra)))
@@ -281,7 +276,7 @@ class Instance:
 
 def within(candidate: Candidate, search: Search, *, safe: bool) -> bool:
     """Whether the SLO is kept: by the upper end of the intervals (`safe`) or by the median."""
-    tpot, ttft = search.spread if safe else (1.0, 1.0)
+    tpot, ttft = search.known.spread(candidate.layout) if safe else (1.0, 1.0)
     return candidate.tpot * tpot <= search.slo.tpot and candidate.ttft * ttft <= search.slo.ttft
 
 
@@ -350,7 +345,7 @@ def _pair(search: Search, alone: Candidate, prefill: Instance, sizes: tuple[int,
     load = rate / (count * prefill.prompt_rate)
     sent = prefill.sent_seconds
     late = max(sent - seconds, sent / len(search.model.layers))
-    ttft = seconds + 0.5 * load / (1 - load) * seconds + late + alone.tpot
+    ttft = search.known.front + seconds + 0.5 * load / (1 - load) * seconds + late + alone.tpot
     return replace(alone, instances=instances, prefill=prefill.layout, prefill_instances=count, rate=rate, ttft=ttft)
 
 

@@ -13,9 +13,11 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from coterie.planner.cost import Efficiency, StepCost, mixed_step, prior
+from coterie.planner.cost import StepCost, mixed_step, prior
+from coterie.planner.known import PRIOR, Known
+from coterie.planner.known import STREAMS as BOOKKEEPING
 from coterie.planner.layout import Layout
-from coterie.planner.ops import Point
+from coterie.planner.ops import Point, requests_per_group
 from coterie.planner.simulate import StepTime
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
@@ -27,13 +29,13 @@ SHARED = ("routed experts", "all-to-all", "all-to-all, not hidden", "layer const
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A model on devices, the efficiencies and what a step's point has beside its batch. `gamma(tokens)`: imbalance of
-    a step with so many tokens over all devices, and the share of experts that have any (None: as in even routing)."""
+    """A model on devices, what is known of its times, and what a step's point has beside its batch. `gamma(tokens)`:
+    imbalance of a step with so many tokens over all devices, and the share of experts that have any (None: even)."""
 
     model: ModelSpec
     hardware: HardwareSpec
     layout: Layout
-    efficiency: Efficiency | None = None
+    known: Known = PRIOR
     draft: int = 0
     accept: float = 0.85
     overlap: bool = False
@@ -65,7 +67,10 @@ class Setting:
         return self._cost(self.point(*streams), replace(self.point(batch, tokens, prompt=True), past=past))
 
     def _cost(self, decode: Point | None, prefill: Point | None) -> StepCost:
-        return mixed_step(self.model, self.hardware, self.layout, (decode, prefill), self.efficiency)
+        cost = mixed_step(self.model, self.hardware, self.layout, (decode, prefill), self.known.efficiency)
+        if decode is None or not self.known.rows:
+            return cost
+        return replace(cost, ops=(*cost.ops, self.known.streams(requests_per_group(decode, self.layout))))
 
 
 class Line:
@@ -92,11 +97,11 @@ def step_time(setting: Setting, context: float, most: int) -> StepTime:
     plain = replace(setting, draft=0)
     for count in rows[1:]:
         cost, mixed = plain.decode(count * layout.dp, context), plain.prefill(2 * layout.dp, count / 2)
-        own.append(_sum(cost, lambda name: name not in (STREAMS, HEAD, *SHARED)))
-        head.append(_sum(cost, lambda name: name == HEAD))
+        own.append(_sum(cost, lambda name: name not in (STREAMS, HEAD, BOOKKEEPING, *SHARED)))
+        head.append(_sum(cost, lambda name: name in (HEAD, BOOKKEEPING)))
         alone.append(_sum(cost, lambda name: name in SHARED))
         beside.append(_sum(mixed, lambda name: name in SHARED))
-    constant = (setting.efficiency or prior(setting.hardware)).step_seconds
+    constant = (setting.known.efficiency or prior(setting.hardware)).step_seconds
     own[0], alone[0], beside[0] = own[1], constant, constant
     drafted = _drafted(setting, context)
     read, pair = _read(setting, context), _pair(plain, context)
