@@ -38,6 +38,8 @@ LEVELS = (
     "all", "engine", "architecture", "hardware", "engine-architecture", "engine-architecture-hardware", "engine-model",
     "release", "quantity", "run",
 )  # fmt: skip
+HOT = 1.15
+"""Busiest rank over the mean where experts are balanced from time to time (see `plan imbalance`)."""
 NODE_DEVICES = 8
 LARGEST_BATCH = 2048.0
 """Streams of one attention group that engines admit by default at most (TensorRT-LLM's max_batch_size)."""
@@ -163,7 +165,7 @@ def served_of(row: Row, said: Setup) -> tuple[Served, tuple[str, ...]]:
     if wide and not said.overlap and "before" not in row.parallelism:
         served = replace(served, overlap=True)
     if decode.ep >= 16 and not said.balanced:
-        served = replace(served, gamma=1.15)
+        served = replace(served, gamma=HOT)
     served = replace(served, prompts=prompts_of(said, served))
     requests, guess = requests_of(row, said, served)
     if guess:

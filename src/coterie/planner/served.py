@@ -22,7 +22,7 @@ from coterie.planner.named import architecture
 from coterie.planner.network import Link
 from coterie.planner.ops import Point, step_ops
 from coterie.spec.hardware import HardwareSpec
-from coterie.spec.model import ModelSpec, MoESpec
+from coterie.spec.model import ModelSpec
 
 PARAMETERS = (
     "eta_m", "eta_p", "eta_a", "layer", "alpha", "beta", "exchange", "experts", "rows", "prompts", "front", "kappa",
@@ -34,15 +34,15 @@ what a stream costs beyond its bytes and products; `prompts` computed beside str
 prompt is computed; `kappa`, the share of the prompts before it that one waits for; all."""
 AT = {name: index for index, name in enumerate(PARAMETERS)}
 
-PRIOR = Efficiency(eta_m=0.85, eta_p=0.35, eta_a=0.55, eta_e=0.7, step_seconds=1e-3, alpha=6e-6, beta=0.65)
-EXCHANGE = Link(alpha=15e-6, net_alpha=15e-6, share=0.45, net_share=0.55)
-LAYER_SECONDS = {"mla-moe": 95e-6, "gqa-moe": 65e-6, "gqa-dense": 45e-6, "mla-dense": 70e-6}
+PRIOR = Efficiency(eta_m=0.85, eta_p=0.4, eta_a=0.55, eta_e=0.7, step_seconds=1e-3, alpha=6e-6, beta=0.65)
+EXCHANGE = Link(alpha=20e-6, net_alpha=20e-6, share=0.4, net_share=0.5)
+LAYER_SECONDS = {"mla-moe": 85e-6, "gqa-moe": 80e-6, "gqa-dense": 45e-6, "mla-dense": 60e-6}
 """Launches, norms and routing of a layer: fewer kernels without a latent, fewer yet without experts."""
 ROW_SECONDS = 80e-6
 ROW_LIMIT = 128.0
 """Sampling, bookkeeping and small kernels of a stream in a step; beyond so many they are done together."""
-FRONT_SECONDS = 0.14
-KAPPA = 0.1
+FRONT_SECONDS = 0.16
+KAPPA = 0.09
 RIDGE, EASIER = 295.0, 0.25
 HIGHEST = 1.1
 """Shares of a peak end here: published peaks are rounded and clocks move."""
@@ -101,25 +101,11 @@ def times(z: Vector, name: str) -> float:
     return math.exp(z[AT[name]])
 
 
-def busiest_hit(model: ModelSpec, layout: Layout, tokens: float) -> float | None:
-    """Experts with a token on the rank that has most of them, of so many tokens routed evenly; None without experts.
-    Mean of a rank and sqrt(2 ln ranks) standard deviations, as each of its experts is hit or not."""
-    for layer in reversed(model.layers):
-        if isinstance(layer.ffn, MoESpec):
-            slots = layer.ffn.num_experts + layout.redundant
-            local = slots / layout.ep
-            share = 1 - (1 - layer.ffn.top_k / slots) ** tokens
-            extra = math.sqrt(local * share * (1 - share) * 2 * math.log(layout.ep)) if layout.ep > 1 else 0.0
-            return min(local, local * share + extra, max(tokens * layer.ffn.top_k, 1.0))
-    return None
-
-
 def step_timer(case: Served, requests: float, prompts: float = 0.0) -> Timer:
     """Seconds of a step of so many streams in one decode pool, with so many prompts in each attention group beside."""
     parts = 2.0 if case.overlap else 1.0
     batch = max(requests, 1.0) / parts
-    hit = busiest_hit(case.model, case.decode, batch * (1 + case.draft))
-    point = Point(batch=batch, context=max(case.context, 1.0), gamma=case.gamma, hit=hit, draft=case.draft)
+    point = Point(batch=batch, context=max(case.context, 1.0), gamma=case.gamma, draft=case.draft)
     new = None
     if prompts:
         new = Point(batch=prompts * case.decode.dp / parts, context=max(case.isl, 1.0), gamma=case.gamma)
