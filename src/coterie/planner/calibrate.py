@@ -152,8 +152,6 @@ def factors_of(known: Sequence[Asked], fits: Mapping[Family, Fit]) -> tuple[dict
             by_kind[miss.kind].append(miss)
             by_kind[""].append(miss)
         found.append({kind: conformal(each) for kind, each in by_kind.items()})
-    for kind in found[1]:
-        found[1][kind] = max(found[1][kind], found[0].get(kind, 0.0))
     return found[0], found[1]
 
 
