@@ -6,13 +6,15 @@ from itertools import pairwise
 import pytest
 
 from coterie.planner.advice import binding, changes, cost_of, describe, launch, reason, unreachable
+from coterie.planner.deploy import deploy
 from coterie.planner.devices import device
+from coterie.planner.goodput import serve
 from coterie.planner.layout import Layout
 from coterie.planner.memory import budget
 from coterie.planner.models import model
 from coterie.planner.search import Busy, Instance, Search, find, front, instance_layouts, within
 from coterie.planner.skew import Skew
-from coterie.planner.workload import Slo
+from coterie.planner.workload import Slo, Workload, draw
 from coterie.spec import SpecError
 
 R1 = model("DeepSeek-R1")[1]
@@ -155,3 +157,13 @@ def test_redundant_experts_are_those_that_divide() -> None:
 def test_absurd_questions_are_refused(values: dict) -> None:
     with pytest.raises(SpecError):
         replace(ASKED, **values)
+
+
+@pytest.mark.parametrize("layout", [Layout(devices=8, tp=1, dp=8, ep=8), Layout(devices=8, tp=4, dp=2, ep=1)])
+def test_the_closed_form_of_a_candidate_is_what_the_simulation_gives(layout: Layout) -> None:
+    asked = replace(ASKED, like=layout)
+    each = Instance(asked, layout).at(8192, 32)
+    served = serve(draw(Workload(rate=each.rate, isl=4096, osl=1024, requests=600)), deploy(asked), each.rate)
+    assert served.batch * layout.dp == pytest.approx(32, rel=0.15)
+    assert float(served.tpot.mean()) == pytest.approx(each.tpot, rel=0.15)
+    assert float(served.ttft.mean()) == pytest.approx(each.ttft, rel=0.15)

@@ -34,8 +34,7 @@ WINDOW = 256
 class StepTime:
     """Seconds of a step in two parts. `local(decode, context, prompt, pairs)`: what a rank does for its own requests:
     streams that decode, tokens of cache they read in all, prompt tokens, (prompt token, earlier token) pairs.
-    `shared(decode, prompt)`: what depends on the mean streams and prompt tokens of all ranks: experts, exchange,
-    constants."""
+    `shared(decode, prompt)`: what depends on the mean streams and prompt tokens of all ranks: experts, constants."""
 
     local: Callable[[int, int, int, float], float]
     shared: Callable[[float, float], float]

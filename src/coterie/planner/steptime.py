@@ -1,10 +1,10 @@
 """Step times for the simulation: the planner's cost of a step, tabulated in the two parts that `simulate` asks for.
 
 A step's cost is a sum: attention (linear in cached tokens read and in pairs), products on a rank's own rows, the head,
-and what all ranks share (routed experts, constants, and the exchange, which has another form beside prompts). The last
-three depend on a number of rows alone: each is a table over rows, read by straight lines between points. With
-multi-token prediction a simulated step is one token: the streams' part of a verified step over the tokens it gains.
-Not here: the cost itself (`cost`, `ops`).
+the exchange, which waits for the rank that sends most (and has another form beside prompts), and what depends on the
+rows of all: routed experts and constants. All but the first are tables over rows, read by straight lines between
+points. With multi-token prediction a simulated step is one token: the streams' part of a verified step over the tokens
+it gains. Not here: the cost itself (`cost`, `ops`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
 
 STREAMS, PROMPTS, HEAD = "attention of streams", "attention of prompts", "head"
-SHARED = ("routed experts", "all-to-all", "all-to-all, not hidden", "layer constant", "step constant")
+EXCHANGE = ("all-to-all", "all-to-all, not hidden")
+SHARED = ("routed experts", "layer constant", "step constant")
 """Lines of a step's table (`cost`) by what they depend on; all others are products on a rank's own rows."""
 
 
@@ -93,35 +94,35 @@ def step_time(setting: Setting, context: float, most: int) -> StepTime:
     layout, wide = setting.layout, 1 + setting.draft
     gain = setting.point(1, 1).tokens_per_step
     rows = _grid(most)
-    own, head, alone, beside = [0.0], [0.0], [0.0], [0.0]
+    own, head, alone, beside, shared = ([0.0] for _ in range(5))
     plain = replace(setting, draft=0)
     for count in rows[1:]:
         cost, mixed = plain.decode(count * layout.dp, context), plain.prefill(2 * layout.dp, count / 2)
-        own.append(_sum(cost, lambda name: name not in (STREAMS, HEAD, BOOKKEEPING, *SHARED)))
+        own.append(_sum(cost, lambda name: name not in (STREAMS, HEAD, BOOKKEEPING, *EXCHANGE, *SHARED)))
         head.append(_sum(cost, lambda name: name in (HEAD, BOOKKEEPING)))
-        alone.append(_sum(cost, lambda name: name in SHARED))
-        beside.append(_sum(mixed, lambda name: name in SHARED))
-    constant = (setting.known.efficiency or prior(setting.hardware)).step_seconds
-    own[0], alone[0], beside[0] = own[1], constant, constant
-    drafted = _drafted(setting, context)
-    read, pair = _read(setting, context), _pair(plain, context)
-    own_at, head_at = Line(rows, own), Line(rows, head)
+        alone.append(_sum(cost, lambda name: name in EXCHANGE))
+        beside.append(_sum(mixed, lambda name: name in EXCHANGE))
+        shared.append(_sum(cost, lambda name: name in SHARED))
+    own[0], alone[0], beside[0] = own[1], alone[1], beside[1]
+    shared[0] = (setting.known.efficiency or prior(setting.hardware)).step_seconds
+    drafted, read, pair = _drafted(setting, context), _read(setting, context), _pair(plain, context)
+    own_at, head_at, shared_at = Line(rows, own), Line(rows, head), Line(rows, shared)
     alone_at, beside_at = Line(rows, alone), Line(rows, beside)
     less = 1 - 1 / gain
 
     def local(decode: int, cached: int, prompt: int, pairs: float) -> float:
         mine = decode * wide
         seconds = own_at(mine + prompt) + head_at(mine + (prompt > 0)) + pairs * pair
+        seconds += beside_at(mine + prompt) if prompt else alone_at(mine)
         if not decode:
             return seconds
-        return seconds + cached * read / gain - (less * (own_at(mine) + head_at(mine)) if less else 0.0)
+        saved = less * (own_at(mine) + head_at(mine) + alone_at(mine)) if less else 0.0
+        return seconds + cached * read / gain - saved
 
     def common(decode: float, prompt: float) -> float:
         mine = decode * wide
-        seconds = beside_at(mine + prompt) if prompt else alone_at(mine)
-        if not less or not decode:
-            return seconds
-        return seconds - less * alone_at(mine) + drafted / gain
+        seconds = shared_at(mine + prompt)
+        return seconds if not less or not decode else seconds - less * shared_at(mine) + drafted / gain
 
     return StepTime(local, common)
 
