@@ -14,6 +14,7 @@ from coterie.planner.measured import (
     Constants,
     Measured,
     Share,
+    by_rows,
     effect,
     fit_constants,
     interpolate,
@@ -56,6 +57,22 @@ def test_a_product_takes_its_roofline_over_its_share() -> None:
     assert measured_seconds(replace(many, form="int8"), HW, MACHINE, 1e9)[0] == pytest.approx(2.5 / 0.7)
     assert MACHINE.read_rate(1e8) == pytest.approx(40e9 * 0.5**0.5)
     assert MACHINE.share(replace(op, rows=4), 1e9) == pytest.approx((0.5 * 0.6) ** 0.5)
+
+
+def test_experts_get_uneven_rows() -> None:
+    for tokens, hit in ((1, 6.0), (4, 64 * (1 - (1 - 6 / 64) ** 4)), (300, 64.0)):
+        ops = step_ops(V2_LITE, ALONE, Point(batch=tokens, context=1))
+        op = next(op for op in ops if op.name == "routed experts")
+        found = by_rows(op)
+        assert sum(count for count, _ in found) == pytest.approx(hit, rel=1e-3)
+        assert sum(count * one.operations for count, one in found) == pytest.approx(op.operations, rel=1e-3)
+        assert sum(count * one.nbytes for count, one in found) == pytest.approx(op.nbytes, rel=1e-3)
+    assert by_rows(next(op for op in ops if op.name == "shared experts"))[0][0] == 1
+    near = step_ops(V2_LITE, ALONE, Point(batch=50, context=1))  # some experts wait for memory, some for products
+    op = next(op for op in near if op.name == "routed experts")
+    flat = replace(MACHINE, shares=tuple(replace(each, share=1.0) for each in SHARES))
+    mean = max(op.operations / 0.1e12, op.nbytes / flat.read_rate(1e9))
+    assert measured_seconds(op, HW, flat, 1e9)[0] > 1.02 * mean
 
 
 def test_a_share_is_of_what_waits_longer() -> None:

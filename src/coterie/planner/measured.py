@@ -23,6 +23,8 @@ from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 
 Bound = Literal["memory", "compute", "network", "constant"]
+WHOLE_ROWS = 256
+"""Rows of an expert beyond which their spread no longer matters."""
 INTEGER_FORMS = ("int8", "int4")
 """Forms that our kernels multiply with int8 activations."""
 
@@ -116,10 +118,42 @@ def measured_seconds(op: Op, hw: HardwareSpec, measured: Measured, set_bytes: fl
     if op.kind == "values":
         return op.unit * value_seconds(op, measured.constants), "memory"
     integer = op.form in INTEGER_FORMS and hw.int8_tops > 0
-    compute = op.operations / ((hw.int8_tops if integer else hw.bf16_tops) * 1e12)
-    memory = op.nbytes / measured.read_rate(set_bytes)
-    seconds = max(compute, memory) / measured.share(op, set_bytes)
-    return seconds, "compute" if compute > memory else "memory"
+    rates = ((hw.int8_tops if integer else hw.bf16_tops) * 1e12, measured.read_rate(set_bytes))
+    bound: Bound = "compute" if op.operations / rates[0] > op.nbytes / rates[1] else "memory"
+    each = [(count, _roofline(one, rates) / measured.share(one, set_bytes)) for count, one in by_rows(op)]
+    return sum(count * seconds for count, seconds in each), bound
+
+
+def _roofline(op: Op, rates: tuple[float, float]) -> float:
+    return max(op.operations / rates[0], op.nbytes / rates[1])
+
+
+def by_rows(op: Op) -> list[tuple[float, Op]]:
+    """(how many, one) of an operation's matrices by the rows they get. Tokens choose experts independently, so an
+    expert's rows are binomial: some wait for memory and some for products, which their mean would hide."""
+    if not op.tokens or not op.operations or op.rows > WHOLE_ROWS:
+        return [(1.0, op)]
+    total = op.operations / (2 * op.unit)
+    hit = total / op.rows
+    slots, tokens = hit * op.held / op.nbytes, max(1, round(op.tokens))
+    share = min(1.0, total / slots / tokens)
+    most = min(tokens, math.ceil(tokens * share + 6 * math.sqrt(tokens * share) + 4))
+    weights = {rows: _binomial(rows, tokens, share) for rows in range(1, most + 1)}
+    scale = hit / max(1e-300, sum(weights.values()))
+    nbytes = op.nbytes / hit
+    return [
+        (weight * scale, replace(op, rows=rows, operations=2 * rows * op.unit, nbytes=nbytes))
+        for rows, weight in weights.items()
+        if weight * scale > 1e-6
+    ]
+
+
+def _binomial(count: int, tries: int, share: float) -> float:
+    """Probability of exactly so many."""
+    if share >= 1:
+        return float(count == tries)
+    log = math.lgamma(tries + 1) - math.lgamma(count + 1) - math.lgamma(tries - count + 1)
+    return math.exp(log + count * math.log(share) + (tries - count) * math.log1p(-share))
 
 
 def value_seconds(op: Op, constants: Constants) -> float:

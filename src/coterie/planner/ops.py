@@ -68,7 +68,8 @@ class Op:
     once a step. operations: two a multiply-add; nbytes: read from memory; rows: that share each matrix; both of one
     layer on the busiest device. form: format of the weights, or the kind of attention. unit: values of one matrix,
     width of a key, or values that norms, sums and copies pass. held: bytes of all matrices of a layer on the device, 0
-    for nbytes. message: what an exchange carries; for a reduce, nbytes are its vector's and ranks its partners."""
+    for nbytes. tokens: of which each chooses some of the matrices, 0 where all rows share all. message: what an
+    exchange carries; for a reduce, nbytes are its vector's and ranks its partners."""
 
     name: str
     kind: OpKind
@@ -81,6 +82,7 @@ class Op:
     form: WeightName | Literal["mla", "gqa"] = "bf16"
     unit: float = 0.0
     held: float = 0.0
+    tokens: float = 0.0
     message: Exchange | None = None
     ranks: int = 1
 
@@ -223,7 +225,7 @@ def moe_ops(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place:
     yield Op(
         name="routed experts", kind="product", layer=number, times=times, operations=2 * rows * values,
         bits=WEIGHT_BITS[form], nbytes=hit * values * WEIGHT_BYTES[form], rows=rows / hit, form=form, unit=values,
-        held=(ffn.num_experts + layout.redundant) / layout.ep * values * WEIGHT_BYTES[form],
+        held=(ffn.num_experts + layout.redundant) / layout.ep * values * WEIGHT_BYTES[form], tokens=batch.tokens,
     )  # fmt: skip
     if ffn.shared_intermediate_size:
         shared = ffn.counts(hidden).shared / layout.tp
