@@ -1,10 +1,12 @@
 """Expert parallelism between "hosts" on slow links: dispatch and combine in every form, bytes over the network.
 
-    python benchmarks/ep.py [--shape 2x2] [--shape 2x4] [--mbit 0] [--mbit 1000] [--mbit 200] [--tokens 512] [--follow]
+    python benchmarks/ep.py [--shape 2x2] [--shape 2x4] [--mbit 0] [--mbit 1000] [--mbit 200] [--tokens 512]
+                            [--rows float32] [--rows narrow] [--follow]
 
 Hosts are network namespaces of this machine (ep_net.py; root, or `unshare -Urnm`), ranks are processes in them. A shape
-is hosts x ranks a host; 2x2x2 is racks x hosts x ranks. `--mbit 0` is an unlimited link. Times are medians over rounds
-of the slowest rank; compare them within one run only: all ranks share this machine's cores.
+is hosts x ranks a host; 2x2x2 is racks x hosts x ranks. `--mbit 0` is an unlimited link. Rows are float32 both ways, or
+narrow: int8 with a factor per 32 values out, bf16 back. Times are medians over rounds of the slowest rank; compare them
+within one run only: all ranks share this machine's cores.
 """
 
 from __future__ import annotations
@@ -131,13 +133,12 @@ class Row:
         return self.dispatch + self.combine
 
 
-def measure(ranks: Ranks, form: str, capacity: int, tokens: int, rounds: int) -> Row:
+def measure(ranks: Ranks, rows: str, form: str, tokens: int, rounds: int, capacity: int = 0) -> Row:
     """Rounds of one form."""
     network, hosts = ranks.network, ranks.shape.hosts
     before = [network.sent_bytes(host) for host in range(hosts)]
-    answers = ranks.all(
-        {"op": "measure", "form": form, "capacity": capacity, "tokens": tokens, "rounds": rounds, "seed": 1}
-    )
+    request = {"op": "measure", "rows": rows, "form": form, "capacity": capacity, "tokens": tokens}
+    answers = ranks.all({**request, "rounds": rounds, "seed": 1})
     nic = max(network.sent_bytes(host) - old for host, old in zip(range(hosts), before, strict=True)) / (rounds + 2)
     slowest = [max(answers, key=lambda answer: sum(answer["seconds"][r]))["seconds"][r] for r in range(rounds)]
     median = statistics.median_low([sum(pair) for pair in slowest])
@@ -167,7 +168,7 @@ def report(console: Console, title: str, rows: list[Row], chosen: str) -> None:
 
 def follow_a_link(console: Console, network: Network, ranks: Ranks) -> None:
     """Serve while the links become slow and fast again: when the form follows, in rounds of one layer."""
-    request = {"op": "serve", "traffic": 512, "tokens": 32, "rounds": FOLLOW_ROUNDS, "seed": 2}
+    request = {"op": "serve", "rows": "float32", "traffic": 512, "tokens": 32, "rounds": FOLLOW_ROUNDS, "seed": 2}
     network.limit(None)
     network.limit_racks(None)
     said = []
@@ -185,6 +186,25 @@ def follow_a_link(console: Console, network: Network, ranks: Ranks) -> None:
     )
 
 
+def bench_rows(console: Console, ranks: Ranks, rows: str, title: str, args: argparse.Namespace) -> None:
+    """All forms of one kind of rows at one speed, in long and in short steps."""
+    found = ranks.all({"op": "probe", "rows": rows, "tokens": args.tokens, "small": SMALL_TOKENS})[0]
+    long = [measure(ranks, rows, form, args.tokens, args.rounds) for form in FORMS]
+    by_form = {row.form: row.seconds for row in long}
+    ratio = by_form["flat-reduced"] / by_form["hierarchical-reduced"]
+    chosen = (
+        f"probe: {found['links']}; chosen {found['exact']} (exact), {found['any']} (any). "
+        f"hierarchical-reduced is {ratio:.2f}x as fast as flat-reduced and "
+        f"{by_form['flat'] / by_form['hierarchical-reduced']:.2f}x as flat\n"
+        f"expected: {found['reason'].rsplit(': ', 1)[-1]}\n"
+    )
+    report(console, f"{title}, {args.tokens} tokens a rank", long, chosen)
+    small = [measure(ranks, rows, form, SMALL_TOKENS, 5) for form in ("flat", "hierarchical")]
+    small.insert(1, measure(ranks, rows, "flat", SMALL_TOKENS, 5, SMALL_TOKENS))
+    short = f"capacity chosen for short steps: {found['capacity'] or 'none'}\n"
+    report(console, f"{title}, {SMALL_TOKENS} tokens a rank", small, short)
+
+
 def bench(console: Console, shape: Shape, args: argparse.Namespace) -> None:
     """All speeds of one shape."""
     layer = {"hidden": args.hidden, "top_k": args.top_k, "experts": args.experts}
@@ -195,20 +215,8 @@ def bench(console: Console, shape: Shape, args: argparse.Namespace) -> None:
                 network.limit(mbit or None)
                 network.limit_racks(mbit or None)
                 speed = f"{mbit:g} Mbit/s" if mbit else "unlimited"
-                found = ranks.all({"op": "probe", "tokens": args.tokens, "small": SMALL_TOKENS})[0]
-                rows = [measure(ranks, form, 0, args.tokens, args.rounds) for form in FORMS]
-                by_form = {row.form: row.seconds for row in rows}
-                ratio = by_form["flat-reduced"] / by_form["hierarchical-reduced"]
-                chosen = (
-                    f"probe: {found['links']}; chosen {found['exact']} (exact), {found['any']} (any). "
-                    f"hierarchical-reduced is {ratio:.2f}x as fast as flat-reduced and "
-                    f"{by_form['flat'] / by_form['hierarchical-reduced']:.2f}x as flat\n"
-                )
-                report(console, f"{shape}, {speed}, {args.tokens} tokens a rank", rows, chosen)
-                small = [measure(ranks, form, 0, SMALL_TOKENS, 5) for form in ("flat", "hierarchical")]
-                small.insert(1, measure(ranks, "flat", SMALL_TOKENS, SMALL_TOKENS, 5))
-                short = f"capacity chosen for short steps: {found['capacity'] or 'none'}\n"
-                report(console, f"{shape}, {speed}, {SMALL_TOKENS} tokens a rank", small, short)
+                for rows in args.rows:
+                    bench_rows(console, ranks, rows, f"{shape}, {speed}, {rows} rows", args)
             if args.follow:
                 follow_a_link(console, network, ranks)
         finally:
@@ -219,6 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", type=Shape.parse)
     parser.add_argument("--mbit", action="append", type=float)
+    parser.add_argument("--rows", action="append", choices=["float32", "narrow"])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--top-k", type=int, default=8)
@@ -229,6 +238,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     args.mbit = ([] if args.follow else [0, 1000, 200]) if args.mbit is None else args.mbit
+    args.rows = args.rows or ["float32", "narrow"]
     console = Console(width=130)
     for shape in args.shape or [Shape(1, 2, 2), Shape(1, 2, 4)]:
         try:

@@ -3,8 +3,9 @@
     python benchmarks/ep_worker.py store HOST        hosts the ranks' store, answers with its port
     python benchmarks/ep_worker.py rank              joins it and measures what it is asked
 
-The experts' place is taken by the rows themselves, so a round is dispatch and combine and nothing else, and its result
-is known: sums of the token's own row by its weights, which every form must give.
+Measured is dispatch and combine and nothing else, and the result is checked. Rows "float32" both ways: the experts'
+place is taken by the rows themselves, so every form must give sums of the token's own row by its weights. Rows
+"narrow": int8 out and bf16 back, through small int8 experts of which every rank has all, to know what must come out.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ from coterie.comm.exchange import Exchange, FormPolicy
 from coterie.comm.mesh import Mesh
 from coterie.comm.probe import Traffic, choose, open_exchange, probe_links
 from coterie.comm.torch_dist import GroupSpec, StoreAddress, StoreHost, connect
-from coterie.kernels.api import Routed
+from coterie.comm.travel import Travel
+from coterie.kernels.api import Bank, Routed
 from coterie.kernels.native import NativeKernels
 from coterie.model.overlap import drive
 from coterie.moe.dispatch import Dispatcher
 from coterie.spec.placement import ExpertPlacement
+from coterie.spec.weights import MatrixSpec, WeightFormat
+
+INNER = 32
+"""Of the small experts."""
 
 
 class Store:
@@ -51,12 +57,36 @@ class Rank:
         self.mesh = Mesh.of(self.world, self.placement.node_of_rank, request["racks"])
         self.kernels = NativeKernels(1)
         self.serving: Dispatcher | None = None
+        per_rank = self.experts // self.size
+        self.banks = self._experts(range(self.experts))
+        self.own = self._experts(range(self.rank * per_rank, (self.rank + 1) * per_rank))
         return {"rank": self.rank}
+
+    def _experts(self, which: range) -> tuple[Bank, Bank]:
+        """gate_up and down of some of the small experts, the same on all ranks."""
+        format, kernels = WeightFormat("int8", 32, "f16"), self.kernels
+        specs = MatrixSpec(2 * INNER, self.hidden, format, 2), MatrixSpec(self.hidden, INNER, format)
+        banks = kernels.allocate(len(which), *specs)
+        for index, expert in enumerate(which):
+            rng = np.random.default_rng([9, expert])
+            for bank, spec in zip(banks, specs, strict=True):
+                kernels.fill(bank, index, 0, (rng.normal(size=(spec.rows, spec.cols)) * 0.1).astype(np.float32))
+        gate_up, down = banks
+        return gate_up, down
+
+    def _travel(self, rows: str) -> Travel:
+        """What a row is on its way."""
+        narrow = rows == "narrow"
+        return Travel(self.kernels, self.own[0] if narrow else None, rounded=narrow)
+
+    def _traffic(self, request: dict[str, Any], tokens: int, small: int = 0) -> Traffic:
+        travel = self._travel(request["rows"])
+        return Traffic(travel.out_bytes(self.hidden), travel.back_bytes(self.hidden), self.top_k, tokens, small)
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
         """What the links do now, and the form that would be chosen (exact; any)."""
         links = drive(probe_links(self.mesh))
-        traffic = Traffic(self.hidden, self.top_k, request["tokens"], request["small"])
+        traffic = self._traffic(request, request["tokens"], request["small"])
         policy, chosen = choose(self.mesh, links, traffic)
         any_form, _ = choose(self.mesh, links, traffic, exact=False)
         return {"links": str(links), "exact": policy.sized, "capacity": policy.capacity, "any": any_form.sized,
@@ -66,12 +96,11 @@ class Rank:
         """Rounds through an exchange that chooses its form itself, by a probe and then by what it sees; the form after
         each. The exchange is kept for later requests."""
         if self.serving is None:
-            traffic = Traffic(self.hidden, self.top_k, request["traffic"])
-            exchange, _ = drive(open_exchange(self.world, self.placement, traffic))
-            self.serving = Dispatcher(self.experts, self.kernels, exchange)
+            exchange, _ = drive(open_exchange(self.world, self.placement, self._traffic(request, request["traffic"])))
+            self.serving = Dispatcher(self.experts, self.kernels, exchange, 0, self._travel(request["rows"]))
         exchange = self.serving.exchange
         assert exchange is not None
-        x, routed, want = self._batch(request["tokens"], request["seed"])
+        x, routed, want = self._batch(request)
         forms = []
         for _ in range(request["rounds"]):
             out = self._round(self.serving, x, routed)[1]
@@ -80,22 +109,25 @@ class Rank:
             forms.append(exchange.policy.sized)
         return {"forms": forms}
 
-    def _batch(self, tokens: int, seed: int) -> tuple[np.ndarray, Routed, np.ndarray]:
-        """Rows, their routing, and what dispatch and combine must give."""
-        rng = np.random.default_rng([seed, self.rank])
+    def _batch(self, request: dict[str, Any]) -> tuple[np.ndarray, Routed, np.ndarray]:
+        """Rows, their routing, and what dispatch, experts and combine must give."""
+        tokens, narrow = request["tokens"], request["rows"] == "narrow"
+        rng = np.random.default_rng([request["seed"], self.rank])
         x = rng.normal(size=(tokens, self.hidden)).astype(np.float32)
         ids = np.argsort(rng.random((tokens, self.experts)), axis=1)[:, : self.top_k].astype(np.int32)
         routed = Routed(ids, rng.random((tokens, self.top_k)).astype(np.float32))
         order = self.kernels.sort_by_expert(ids, self.experts)
         rows = self.kernels.gather(x, order)
-        return x, routed, self.kernels.combine(rows, order.position, routed.expert_weights, None)
+        if narrow:
+            rows = self.kernels.experts(rows, order.counts, *self.banks)
+        return x, routed, self.kernels.combine(rows, order.position, routed.expert_weights, None, rounded=narrow)
 
     def measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """Seconds of dispatch and of combine of each round, and bytes by hop class per round."""
         policy = FormPolicy(request["form"], request["capacity"])
         exchange = Exchange(self.mesh, self.placement, policy)
-        dispatcher = Dispatcher(self.experts, self.kernels, exchange)
-        x, routed, want = self._batch(request["tokens"], request["seed"])
+        dispatcher = Dispatcher(self.experts, self.kernels, exchange, 0, self._travel(request["rows"]))
+        x, routed, want = self._batch(request)
         self._round(dispatcher, x, routed)
         before, seconds = self.mesh.bytes_by_hop(), []
         for _ in range(request["rounds"]):
@@ -103,7 +135,7 @@ class Rank:
         after = self.mesh.bytes_by_hop()
         out = self._round(dispatcher, x, routed)[1]
         error = float(np.abs(out - want).max())
-        if error > (0 if policy.exact else 1e-4):
+        if error > (0 if policy.exact else 1e-4 if request["rows"] == "float32" else 0.02 * float(np.abs(want).max())):
             raise AssertionError(f"{policy}: the result is off by {error:g}")
         rounds = max(request["rounds"], 1)
         return {"seconds": seconds, "hops": [(b - a) / rounds for a, b in zip(before, after, strict=True)]}
@@ -117,8 +149,12 @@ class Rank:
         start = time.monotonic()
         dispatched = drive(dispatcher.dispatch(x, routed))
         middle = time.monotonic()
-        out = drive(dispatcher.combine(dispatched.rows, dispatched, routed, None))
-        return (middle - start, time.monotonic() - middle), out
+        outputs = dispatched.rows
+        if outputs.dtype == np.uint8:  # narrow ones
+            outputs = self.kernels.experts(outputs, dispatched.counts, *self.own)
+        computed = time.monotonic()
+        out = drive(dispatcher.combine(outputs, dispatched, routed, None))
+        return (middle - start, time.monotonic() - computed), out
 
 
 if __name__ == "__main__":
