@@ -107,3 +107,17 @@ def test_too_little_memory_is_refused_before_allocation(monkeypatch: pytest.Monk
             LLM(**SMALL, **options)  # type: ignore[arg-type]
         text = str(caught.value)
         assert all(word in text for word in ("experts", "attention", "embedding", "cache of 128 tokens", "2.00 MB"))
+
+
+def test_outputs_of_experts_in_bfloat16_on_one_rank() -> None:
+    """The option rounds on one rank too: other bits, nearly the same logits on both backends, a line in the report."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        with LLM(**SMALL, experts="int8", exchange_dtype=dtype) as llm:  # type: ignore[arg-type]
+            assert lines(llm)["exchange_dtype"] == dtype and llm.config.quant.experts == "int8"
+            found[dtype] = llm.logits(PROMPT)
+    difference = relative(found["bfloat16"], found["float32"])
+    assert 0 < difference < 0.02, difference
+    pytest.importorskip("torch")
+    with LLM(backend="reference", **SMALL, experts="int8", exchange_dtype="bfloat16") as llm:
+        assert relative(found["bfloat16"], llm.logits(PROMPT)) < 0.03

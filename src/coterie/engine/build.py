@@ -20,7 +20,7 @@ from coterie.engine.core import EngineCore
 from coterie.engine.grammar import Grammars
 from coterie.engine.memory import available_memory
 from coterie.engine.rebalance import Units
-from coterie.engine.report import attention_choice, weight_choices
+from coterie.engine.report import attention_choice, exchange_choice, weight_choices
 from coterie.engine.resolve import Resolved, check_config, check_weights_fit, resolve
 from coterie.engine.runner import ModelRunner
 from coterie.engine.sampler import Sampler
@@ -169,8 +169,8 @@ def build_engine(
         max_model_len=resolved.max_model_len,
         grammars=files.grammars(),
     )
-    attention = attention_choice(kernels, resolved.cache_kind)
-    report = (*chosen, *weight_choices(loaded, config, kernels), *attention, *resolved.report, *_notes(spec))
+    products = (*attention_choice(kernels, resolved.cache_kind), *exchange_choice(spec, config))
+    report = (*chosen, *weight_choices(loaded, config, kernels), *products, *resolved.report, *_notes(spec))
     return core, EngineInfo(files, config, resolved.max_model_len, report, tuple(loaded.report.lines()), service)
 
 

@@ -16,6 +16,7 @@ from coterie.kernels.api import Kernels
 from coterie.kernels.select import Choice
 from coterie.model.loader import LoadedWeights
 from coterie.spec.cache import CacheKind
+from coterie.spec.model import ModelSpec
 from coterie.spec.weights import MatrixSpec, WeightFormat
 
 _COLS, _ROWS = 256, 64
@@ -48,6 +49,15 @@ def attention_choice(kernels: Kernels, cache: CacheKind) -> tuple[Choice, ...]:
         return (Choice("attention", "float32", f"sums, queries and softmax weights; cache rows are {cache}"),)
     reason = "queries and softmax weights before AMX tiles, sums in float32; --isa avx512 keeps float32"
     return (Choice("attention", "bfloat16", reason),)
+
+
+def exchange_choice(spec: ModelSpec, config: EngineConfig) -> tuple[Choice, ...]:
+    """In what a token's experts are summed; nothing for a model without any."""
+    if not any(spec.moe_layers()):
+        return ()
+    if config.exchange_dtype == "float32":
+        return (Choice("exchange_dtype", "float32", "routed experts' outputs are summed as they are computed"),)
+    return (Choice("exchange_dtype", "bfloat16", "asked for; outputs are rounded alike on any number of ranks"),)
 
 
 def activation_choices(weights: Mapping[str, Any], kernels: Kernels) -> tuple[Choice, ...]:
