@@ -150,6 +150,7 @@ def test_answers_are_readable_too(name: str, capsys: pytest.CaptureFixture[str])
         ("compare v3@n=zwei --hw h100", "must be a whole number"),
         ("compare llama-2-70b@dense --hw h100", "its own dense twin"),
         ("compare --hw h100", "Missing argument"),
+        ("compare v3 --hw h100 --engine mine", "there are no measurements of an engine 'mine'; there are of"),
     ],
 )
 def test_mistakes_are_one_line_that_says_what_is_possible(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from coterie.planner.compare import NAMES, Ask, Side, compare, largest_batch, ratio, step_seconds
+from coterie.planner.compare import NAMES, Ask, Clock, Side, compare, largest_batch, ratio, scaled
 from coterie.planner.devices import device
 from coterie.planner.layout import Wish, choose
 from coterie.planner.memory import Load
 from coterie.planner.models import dense_twin, model
+from coterie.planner.quantity import Quantity
 from coterie.spec import SpecError
 
 B200 = device("b200")
@@ -47,17 +48,32 @@ def test_columns_answer_the_same_names_and_ratios_follow() -> None:
         assert batch and time and rate and cost
         assert rate.value == pytest.approx(batch.value / time.value / 32)
         assert cost.value == pytest.approx(1e6 / rate.value / 1000)
-        assert rate.p10 < rate.value < rate.p90 and "UNCALIBRATED" in rate.flags
+        assert rate.p10 < rate.value < rate.p90 and rate.kind in ("calibrated", "extrapolated")
     cheaper = ratio(routed.values["cost of a million tokens"], dense.values["cost of a million tokens"])
     assert cheaper is not None and 0.1 < cheaper < 0.6
 
 
 def test_the_batch_in_time_is_the_largest() -> None:
-    one, ask = side("v3"), Ask()
-    batch = largest_batch(one, ask, 100_000)
-    assert step_seconds(one, ask, batch) <= 0.05 < step_seconds(one, ask, batch + 1)
-    assert largest_batch(one, ask, 7) == 7
-    assert largest_batch(one, Ask(slo=1e-6), 7) == 0
+    clock = Clock(side("v3"), Ask())
+    batch = largest_batch(clock, 0.05, 100_000)
+    assert clock.seconds(batch) <= 0.05 < clock.seconds(batch + 1)
+    assert largest_batch(clock, 0.05, 7) == 7
+    assert largest_batch(clock, 1e-6, 7) == 0
+
+
+def test_the_clock_is_the_fits_with_its_interval() -> None:
+    known, other = (Clock(side("v3", 8, Wish(tp=8)), Ask(engine=engine)).time(32) for engine in ("sglang", None))
+    assert known.kind == "calibrated" and 1 < known.p90 / known.value < other.p90 / other.value
+    with pytest.raises(SpecError, match="no measurements of an engine 'mine'"):
+        Clock(side("v3"), Ask(engine="mine"))
+
+
+def test_bounds_of_a_rate_are_those_of_the_time_exchanged() -> None:
+    time = Quantity(2.0, "s", "calibrated", "decode-step", 1.0, 4.0)
+    rate = scaled(time, 8.0, "tokens/s", "token-rate", power=-1)
+    assert (rate.p10, rate.value, rate.p90, rate.kind) == (2.0, 4.0, 8.0, "calibrated")
+    cost = scaled(time, 8.0, "$", "cost")
+    assert (cost.p10, cost.value, cost.p90) == (8.0, 16.0, 32.0)
 
 
 def test_what_cannot_be_answered_says_why() -> None:

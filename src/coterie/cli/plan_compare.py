@@ -14,7 +14,7 @@ import click
 from coterie.cli.plan_options import LAYOUT_OPTIONS, MODEL_OPTIONS, load_options, read_model
 from coterie.cli.plan_output import number, show_json, table
 from coterie.cli.ranges import FiniteRange
-from coterie.planner.compare import NAMES, PRIOR_SPREAD, Ask, Column, Side, ratio
+from coterie.planner.compare import NAMES, Ask, Column, Side, ratio
 from coterie.planner.compare import compare as compare_sides
 from coterie.planner.devices import device
 from coterie.planner.layout import CacheName, WeightName, Wish, choose
@@ -48,24 +48,33 @@ def side_options(function: Any) -> Any:
     help="Milliseconds that a token may take.",
 )
 @click.option("--price", type=FiniteRange(0, 1e6), default=0.0, help="Price of a device and hour.")
-def compare(sides: tuple[str, ...], load: Load, slo: float, price: float, **values: Any) -> None:
+@click.option("--engine", help="Whose published runs times follow: sglang, trtllm, vllm. [default: none in particular]")
+def compare(sides: tuple[str, ...], load: Load, slo: float, price: float, engine: str | None, **values: Any) -> None:
     """Set models or layouts side by side: size, limits, cost of a token.
 
     A side is MODEL or MODEL@KEY=VALUE,... with the keys hw, n, tp, dp, ep, redundant, weights, attention and kv, for
     instance deepseek-v3@weights=bf16,n=32. MODEL@dense is a dense model of the same size. Ratios are over the first.
     """
-    ask = Ask(load=load, slo=slo / 1e3, price=price)
+    ask = Ask(load=load, slo=slo / 1e3, price=price, engine=engine)
     columns = compare_sides([side(text, values) for text in sides], ask)
     if values["as_json"]:
         show_json(document(columns, ask))
         return
     click.echo(table(["", *labels(columns)], rows(columns)))
     notes = [f"{column.side.name}: {column.reason}" for column in columns if column.reason]
-    if any(value and "UNCALIBRATED" in value.flags for column in columns for value in column.values.values()):
-        notes.append(
-            f"times are of prior efficiencies, x/÷ {PRIOR_SPREAD:g} (UNCALIBRATED); ratios of like sides are closer"
-        )
+    notes += [hint for hint in [trust(columns)] if hint]
     click.echo("\n" + "\n".join([*layouts(columns), *notes]))
+
+
+def trust(columns: tuple[Column, ...]) -> str:
+    """How wide the intervals of times are."""
+    times = [time for column in columns if (time := column.values["time of a token"]) is not None]
+    if not times:
+        return ""
+    widest = max(times, key=lambda time: time.p90 / time.value)
+    flags = sorted({flag for time in times for flag in time.flags})
+    marked = f" ({', '.join(flags)})" if flags else ""
+    return f"times are x/÷ {widest.p90 / widest.value:.2f} at most{marked}; ratios of like sides are closer"
 
 
 def side(text: str, values: dict[str, Any]) -> Side:

@@ -7,20 +7,18 @@ something. Nothing is computed here that `memory`, `limits` or `cost` do not say
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coterie.planner.cost import decode_step
+from coterie.planner.known import known_of
 from coterie.planner.layout import Layout
 from coterie.planner.limits import Terms, paper_limits
 from coterie.planner.memory import DEFAULT_LOAD, Load, budget, weight_items
 from coterie.planner.ops import Point
-from coterie.planner.quantity import Quantity, least_trusted, sure
+from coterie.planner.quantity import Kind, Quantity, least_trusted, sure
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
-
-PRIOR_SPREAD = 1.6
-"""Half-width of the interval of a step's time that nothing was fitted to (a factor, 80 %)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +34,13 @@ class Side:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """What every side is asked. `slo`: seconds that a token may take. `price`: of a device and hour, 0 for the
-    device's own (which may be unknown)."""
+    device's own (which may be unknown). `engine`: whose published runs times follow,
+    None for none in particular."""
 
     load: Load = DEFAULT_LOAD
     slo: float = 0.05
     price: float = 0.0
+    engine: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,43 +118,59 @@ def _limits(side: Side, ask: Ask, values: dict[str, Quantity | None]) -> str:
     return ""
 
 
+class Clock:
+    """Times of decode steps of a side, by what is known of its class: fitted on published runs, or a prior."""
+
+    def __init__(self, side: Side, ask: Ask):
+        self.side, self.context = side, max(1.0, ask.load.resident)
+        self.known = known_of(side.model, side.hardware, side.layout, ask.engine)
+
+    def seconds(self, batch: int) -> float:
+        """A step of so many requests over all devices."""
+        side, point = self.side, Point(batch=batch, context=self.context)
+        step = decode_step(side.model, side.hardware, side.layout, point, self.known.efficiency)
+        return step.seconds + self.known.streams(batch / side.layout.dp).seconds
+
+    def time(self, batch: int) -> Quantity:
+        """The same with its interval."""
+        value, flags = self.seconds(batch), self.known.flags_of(self.side.layout)
+        kind: Kind = "extrapolated" if flags else "calibrated"
+        return Quantity(value, "s", kind, "decode-step", value, value, flags).spread(
+            self.known.spread(self.side.layout)[0]
+        )
+
+
 def _decode(side: Side, ask: Ask, most: int, values: dict[str, Quantity | None]) -> str:
     """Fill what the largest batch in time costs; the reason if there is none."""
-    batch = ask.load.batch or largest_batch(side, ask, most)
+    clock = Clock(side, ask)
+    batch = ask.load.batch or largest_batch(clock, ask.slo, most)
     if batch < 1:
-        alone = step_seconds(side, ask, 1)
+        alone = clock.seconds(1)
         return f"one request alone takes {alone * 1e3:.3g} ms a token, {ask.slo * 1e3:.3g} ms are allowed"
-    seconds = step_seconds(side, ask, batch)
-    devices = side.layout.devices
+    time, devices = clock.time(batch), side.layout.devices
     price = ask.price or side.hardware.price_hour
-    values["requests in time"] = sure(batch, "requests", "batch", "assumed" if ask.load.batch is None else "exact")
-    values["time of a token"] = _guess(seconds, "s", "decode-step")
-    rate = batch / seconds / devices
-    values["tokens a second and device"] = _guess(rate, "tokens/s", "token-rate")
-    values["device-seconds a million tokens"] = _guess(1e6 / rate, "device-s", "device-seconds")
+    values["requests in time"] = sure(batch, "requests", "batch", time.kind if ask.load.batch is None else "exact")
+    values["time of a token"] = time
+    values["tokens a second and device"] = scaled(time, batch / devices, "tokens/s", "token-rate", power=-1)
+    values["device-seconds a million tokens"] = scaled(time, 1e6 * devices / batch, "device-s", "device-seconds")
     if price:
-        values["cost of a million tokens"] = _guess(1e6 / rate / 3600 * price, "$", "cost")
+        values["cost of a million tokens"] = scaled(time, 1e6 * devices / batch / 3600 * price, "$", "cost")
     return ""
 
 
-def _guess(value: float, unit: str, formula: str) -> Quantity:
-    """A value from efficiencies that nobody fitted for this class."""
-    return Quantity(value, unit, "assumed", formula, value, value, ("UNCALIBRATED",)).spread(PRIOR_SPREAD)
+def scaled(time: Quantity, factor: float, unit: str, formula: str, *, power: int = 1) -> Quantity:
+    """factor x time, or factor / time with the bounds exchanged."""
+    low, value, high = (factor * bound**power for bound in (time.p10, time.value, time.p90)[::power])
+    return replace(time, value=value, p10=low, p90=high, unit=unit, formula=formula)
 
 
-def step_seconds(side: Side, ask: Ask, batch: int) -> float:
-    """Seconds of a decode step of so many requests."""
-    point = Point(batch=batch, context=max(1.0, ask.load.resident))
-    return decode_step(side.model, side.hardware, side.layout, point).tpot
-
-
-def largest_batch(side: Side, ask: Ask, most: int) -> int:
+def largest_batch(clock: Clock, slo: float, most: int) -> int:
     """The most requests, up to `most`, with which a token takes no longer than the SLO; 0 if one takes longer. A step
     never gets faster with more of them, so it is halved."""
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if step_seconds(side, ask, middle) <= ask.slo else (low, middle)
+        low, high = (middle, high) if clock.seconds(middle) <= slo else (low, middle)
     return low
 
 
