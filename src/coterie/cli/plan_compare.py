@@ -18,6 +18,7 @@ from coterie.planner.compare import NAMES, Ask, Column, Side, ratio
 from coterie.planner.compare import compare as compare_sides
 from coterie.planner.devices import device
 from coterie.planner.layout import CacheName, WeightName, Wish, choose
+from coterie.planner.measured_file import read_engine
 from coterie.planner.memory import Load
 from coterie.planner.models import dense_twin
 from coterie.planner.quantity import sure
@@ -85,14 +86,15 @@ def side(text: str, values: dict[str, Any]) -> Side:
         found += text[len(name) :]
     if own.pop("dense", False):
         spec = dense_twin(spec)
-    hardware = device(own.pop("hw", values["hardware"]))
+    place = own.pop("hw", values["hardware"])
+    hardware, measured = device(place), read_engine(place)
     if values["memory_gb"] is not None:
         hardware = replace(hardware, memory_gb=values["memory_gb"])
     devices = own.pop("n", values["devices"])
     wishes = {name: values[name] for name in ("tp", "dp", "ep", "redundant", "weights", "attention", "kv", "mtp")}
     given: dict[str, Any] = {name: None if value == "auto" else value for name, value in {**wishes, **own}.items()}
     given["weights"] = given["weights"] or stored
-    return Side(found, spec, hardware, choose(spec, hardware, devices, Wish(**given)))
+    return Side(found, spec, hardware, choose(spec, hardware, devices, Wish(**given)), measured)
 
 
 def split(text: str) -> tuple[str, dict[str, Any]]:

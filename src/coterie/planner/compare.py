@@ -13,6 +13,7 @@ from coterie.planner.cost import decode_step
 from coterie.planner.known import known_of
 from coterie.planner.layout import Layout
 from coterie.planner.limits import Terms, paper_limits
+from coterie.planner.measured import Measured
 from coterie.planner.memory import DEFAULT_LOAD, Load, budget, weight_items
 from coterie.planner.ops import Point
 from coterie.planner.quantity import Kind, Quantity, least_trusted, sure
@@ -23,12 +24,13 @@ from coterie.spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One column."""
+    """One column. measured: our engine's kernels on the device, where its file has them."""
 
     name: str
     model: ModelSpec
     hardware: HardwareSpec
     layout: Layout
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ def compare(sides: Iterable[Side], ask: Ask) -> tuple[Column, ...]:
 
 def _column(side: Side, ask: Ask) -> Column:
     values: dict[str, Quantity | None] = dict.fromkeys(NAMES)
+    clock = Clock(side, ask)
     values |= sizes(side.model, ask.load.resident)
     result = budget(side.model, side.hardware, side.layout, ask.load)
     items = [quantity for _, quantity in weight_items(side.model, side.layout, side.hardware)]
@@ -91,7 +94,7 @@ def _column(side: Side, ask: Ask) -> Column:
     reason = _limits(side, ask, values)
     if result.b_cap.value < 1:
         return Column(side, values, "it does not fit")
-    return Column(side, values, _decode(side, ask, int(result.b_cap.value), values) or reason)
+    return Column(side, values, _decode(clock, ask, int(result.b_cap.value), values) or reason)
 
 
 def sizes(model: ModelSpec, context: float) -> dict[str, Quantity]:
@@ -123,7 +126,7 @@ class Clock:
 
     def __init__(self, side: Side, ask: Ask):
         self.side, self.context = side, max(1.0, ask.load.resident)
-        self.known = known_of(side.model, side.hardware, side.layout, ask.engine)
+        self.known = known_of(side.model, side.hardware, side.layout, ask.engine, side.measured)
 
     def seconds(self, batch: int) -> float:
         """A step of so many requests over all devices."""
@@ -140,9 +143,9 @@ class Clock:
         )
 
 
-def _decode(side: Side, ask: Ask, most: int, values: dict[str, Quantity | None]) -> str:
+def _decode(clock: Clock, ask: Ask, most: int, values: dict[str, Quantity | None]) -> str:
     """Fill what the largest batch in time costs; the reason if there is none."""
-    clock = Clock(side, ask)
+    side = clock.side
     batch = ask.load.batch or largest_batch(clock, ask.slo, most)
     if batch < 1:
         alone = clock.seconds(1)
