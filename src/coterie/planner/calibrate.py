@@ -53,6 +53,8 @@ PRIORS: Mapping[Family, Prior] = {
     "kernel": Prior(kernels.PARAMETERS, kernels.LEVELS, kernels.WIDTHS, kernels.RESIDUAL),
 }
 ROUNDS = 16
+MANY = 20
+"""Rows of a kind below which what the fit has not seen gets at least the factor of what it has."""
 CLASS_LEVEL: Mapping[Family, str] = {
     "served": "engine-architecture", "host": "engine", "exchange": "library-direction", "kernel": "work",
 }  # fmt: skip
@@ -146,12 +148,16 @@ def factors_of(known: Sequence[Asked], fits: Mapping[Family, Fit]) -> tuple[dict
     near = misses(known, fits, run_of)
     far = [miss for how in (model_of_row, hardware_of_row, engine_of_row) for miss in misses(known, fits, how)]
     found: list[dict[str, float]] = []
+    few: set[str] = set()
     for group in (near, far):
         by_kind: dict[str, list[Miss]] = defaultdict(list)
         for miss in group:
             by_kind[miss.kind].append(miss)
             by_kind[""].append(miss)
         found.append({kind: conformal(each) for kind, each in by_kind.items()})
+        few |= {kind for kind, each in by_kind.items() if group is near and len(each) < MANY}
+    for kind in few & found[1].keys():
+        found[1][kind] = max(found[1][kind], found[0][kind])
     return found[0], found[1]
 
 
