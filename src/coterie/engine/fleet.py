@@ -51,7 +51,7 @@ PATIENCE = 2.0
 QUIET_SECONDS = 0.2
 """After a rank has fallen out of its generation: time for the end of a process to be seen, which is the usual cause."""
 MOST_RESTARTS = 3
-"""Of one rank, until it has served for `CALM_SECONDS`."""
+"""Of one rank, until it has served for `CALM_SECONDS`, or has been left alone for so long."""
 CALM_SECONDS = 300.0
 MOST_REFORMS = 8
 """Generations without any news of a sequence between them; more are a mistake that repeats itself."""
@@ -351,7 +351,14 @@ class Fleet:
     def _restart(self, place: Place) -> None:
         """Start a lost rank again beside the others."""
         restart = self._plan.restart
-        if restart is None or self._draining or place.restarts >= MOST_RESTARTS:
+        if restart is None or self._draining:
+            return
+        if place.restarts >= MOST_RESTARTS:
+            told = "rank %d is not started again for %g s, as it was lost %d times"
+            _log.error(told, place.number, CALM_SECONDS, place.restarts + 1)
+            timer = threading.Timer(CALM_SECONDS, lambda: self._events.put(lambda: self._try_again(place)))
+            timer.daemon = True
+            timer.start()
             return
         place.restarts += 1
         place.state = "loading"
@@ -366,6 +373,12 @@ class Fleet:
                 self._events.put(lambda: self._back(place, process))
 
         threading.Thread(target=body, name=f"coterie-restart-{place.number}", daemon=True).start()
+
+    def _try_again(self, place: Place) -> None:
+        """What ended it again and again, as a bad cable, may be mended."""
+        place.restarts = 0
+        if place.state == "lost":
+            self._restart(place)
 
     def _back(self, place: Place, process: StartedProcess) -> None:
         place.revive(process)
