@@ -8,6 +8,7 @@ import click
 
 from coterie.cli.plan_options import TOKENS, Asked, plan_options
 from coterie.cli.plan_output import number, show_json, table
+from coterie.cli.ranges import FiniteRange
 from coterie.planner.ops import Point
 from coterie.planner.pim import Part, Rivals, crossover, rivals
 from coterie.planner.pim import pim as pim_device
@@ -22,9 +23,9 @@ PARTS: tuple[Part, ...] = ("attention", "experts", "all")
               help="Tokens of a request; may be given more than once.")  # fmt: skip
 @click.option("--requests", type=TOKENS, multiple=True, default=(1, 8, 32, 128), show_default=True,
               help="Requests a device; may be given more than once.")  # fmt: skip
-@click.option("--ridge", type=click.FloatRange(0, 1e6, min_open=True), default=8.0, show_default=True,
+@click.option("--ridge", type=FiniteRange(0, 1e6, min_open=True), default=8.0, show_default=True,
               help="Operations a byte of the PIM device.")  # fmt: skip
-@click.option("--bandwidth", type=click.FloatRange(0, 1e4, min_open=True), default=4.0, show_default=True,
+@click.option("--bandwidth", type=FiniteRange(0, 1e4, min_open=True), default=4.0, show_default=True,
               help="Its memory rate over the GPU's.")  # fmt: skip
 def pim(asked: Asked, context: tuple[int, ...], requests: tuple[int, ...], ridge: float, bandwidth: float) -> None:
     """Show what a processing-in-memory device would change, and up to which batch.

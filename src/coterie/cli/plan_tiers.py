@@ -9,6 +9,7 @@ import click
 
 from coterie.cli.plan_options import TOKENS, Asked, plan_options
 from coterie.cli.plan_output import number, show_json, table
+from coterie.cli.ranges import FiniteRange
 from coterie.planner.devices import device
 from coterie.planner.memory import Load
 from coterie.planner.ops import Point
@@ -19,13 +20,13 @@ from coterie.spec.errors import SpecError
 
 SPREAD = 1.8
 """Of a step over tiers: none was measured here; published hybrids lie within it (docs/planner.md)."""
-RATE = click.FloatRange(0, 1e5)
+RATE = FiniteRange(0, 1e5)
 
 
 @click.command()
 @plan_options
 @click.option("--cpu", metavar="NAME|FILE|cpu:...", help="The CPU beside the device: computes experts, has the RAM.")
-@click.option("--ram-gb", type=click.FloatRange(0, 1e7), help="RAM for experts, if not the CPU's or the table's.")
+@click.option("--ram-gb", type=FiniteRange(0, 1e7), help="RAM for experts, if not the CPU's or the table's.")
 @click.option("--ram-gbps", type=RATE, help="Its rate.")
 @click.option("--link-gbps", type=RATE, help="From RAM to the device.")
 @click.option("--disk-gbps", type=RATE, help="Of the disk; 0 for none.")
