@@ -82,8 +82,9 @@ def reason(chosen: Candidate, found: Found, search: Search, *, safe: bool = True
     )
     if second is None:
         return text
-    gain = 100 * (chosen.per_device / second.per_device - 1)
-    return f"{text}; the next layout is {describe(second)}, {gain:.0f} % behind"
+    gain = 100 * (1 - second.per_device / chosen.per_device)
+    behind = f"{gain:.0f} % behind" if gain >= 0.5 else "as good within 2 %"
+    return f"{text}; the next layout is {describe(second)}, {behind}"
 
 
 def unreachable(found: Found, search: Search) -> str:

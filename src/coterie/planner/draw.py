@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
+COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0",
+           "#1b6e4b", "#c9b6f2", "#7f3f5f", "#d9d27a", "#5b7083", "#f2b5a7")  # fmt: skip
 INK, GRID, FREE = "#333", "#ddd", "#f0f0f0"
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 

@@ -20,9 +20,9 @@ from coterie.spec.model import ModelSpec
 UNKNOWN_TPOT, UNKNOWN_TTFT = 1.6, 1.8
 """Half-widths (x or /) of 80 % intervals of a model and engine that nothing was fitted on."""
 MEASURED_TPOT, MEASURED_TTFT = 1.2, 1.35
-WIDE, WIDE_SPREAD = 8, 1.35
-"""Attention groups from which an expert-parallel layout is wide, and the least half-width there: models of wide expert
-parallelism without a measurement of it err by up to about a third."""
+WIDE, FAR_SPREAD = 8, 1.35
+"""Attention groups from which an expert-parallel layout is wide, and the least half-width there and without a
+measurement of the class: models of wide expert parallelism that was not measured err by up to about a third."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Known:
 
     def spread(self, layout: Layout) -> tuple[float, float]:
         """Half-widths of a layout's TPOT and TTFT."""
-        least = WIDE_SPREAD if is_wide(layout) else 1.0
+        least = FAR_SPREAD if is_wide(layout) or "UNCALIBRATED" in self.flags else 1.0
         return max(self.tpot, least), max(self.ttft, least)
 
     def flags_of(self, layout: Layout) -> tuple[Flag, ...]:

@@ -35,6 +35,7 @@ from coterie.spec.model import ModelSpec
 
 SKEW = re.compile(r"(uniform|trace|zipf|dirichlet)(:\d+(\.\d+)?(,\d+(\.\d+)?)*)?")
 MOST_DEVICES = 1024
+PLACEMENTS = ("random", *(name for name in get_args(Placement) if name != "random"))
 TYPES = {"page.html": "text/html", "page.js": "text/javascript"}
 POLICY = "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
 
@@ -60,7 +61,7 @@ def choices(offered: Offer) -> dict[str, Any]:
     """What the page puts into its lists."""
     return {
         "model": list(offered.models), "hardware": list(offered.hardware), "weights": ["auto", *get_args(WeightName)],
-        "kv": list(get_args(CacheName)), "placement": list(get_args(Placement)),
+        "kv": list(get_args(CacheName)), "placement": list(PLACEMENTS),
     }  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def asked(offered: Offer, values: Mapping[str, str]) -> tuple[Search, str, int, 
         model=spec, hardware=hardware, like=like, fixed=fixed, known=known_of(spec, hardware, like),
         slo=Slo(_seconds(values, "ttft"), _seconds(values, "tpot")), isl=_whole(values, "isl", 4096, 10_000_000),
         osl=_whole(values, "osl", 1024, 10_000_000), skew=Skew.parse(skew) if skew else None,
-        placement=_one(values, "placement", get_args(Placement)),  # type: ignore[arg-type]
+        placement=_one(values, "placement", PLACEMENTS),  # type: ignore[arg-type]
         hit=_number(values, "hit", 0.0), utilisation=_number(values, "utilisation", 0.9),
         price_hour=_number(values, "price", 0.0), overlap=values.get("overlap") == "on",
     )  # fmt: skip
