@@ -16,7 +16,7 @@ HW = HardwareSpec(name="x", kind="cpu", bf16_tops=0.1, int8_tops=0.4, memory_gb=
 MEASURED = Measured(
     1, "any", ((8e6, 20.0), (4e8, 10.0)),
     tuple(Share(form, 64, 1, 1, 0.5) for form in ("bf16", "int8", "mla")),
-    Constants(step=1e-4, dense_layer=1e-5, moe_layer=1e-5, stream=1e-5, value=0, logit=0),
+    Constants(step=1e-4, dense_layer=1e-5, moe_layer=1e-5, stream=1e-5, value=0, row=0, logit=0),
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ V2_LITE = ModelSpec.from_hf(Path(__file__).parents[1] / "data" / "configs" / "de
 ALONE = Layout(devices=1, tp=1, dp=1, ep=1, weights="bf16")
 HW = HardwareSpec(name="two cores", kind="cpu", bf16_tops=0.1, int8_tops=0.4, memory_gb=16, memory_gbps=20,
                   disk_gbps=1.5, measured=True)  # fmt: skip
-CONSTANTS = Constants(step=1e-4, dense_layer=2e-5, moe_layer=5e-5, stream=1e-5, value=1e-10, logit=2e-10)
+CONSTANTS = Constants(step=1e-4, dense_layer=2e-5, moe_layer=5e-5, stream=1e-5, value=1e-10, row=3e-7, logit=2e-10)
 SHARES = tuple(
     Share(form, unit, size, rows, 0.5 + 0.1 * place)
     for form in ("bf16", "int8", "mla", "gqa")
@@ -102,21 +102,22 @@ def test_constants_are_found_again() -> None:
             around = resident_bytes(ops)
             known = sum(op.times * measured_seconds(op, HW, MACHINE, around)[0] for op in ops if op.kind != "values")
             steps.append((ops, known + effect(ops, CONSTANTS)))
-    for other in (replace(V2_LITE, layers=V2_LITE.layers[:1] * 4), replace(V2_LITE, vocab_size=500)):
+    for other in (replace(V2_LITE, layers=V2_LITE.layers[:1] * 4), replace(V2_LITE, vocab_size=500),
+                  replace(V2_LITE, hidden_size=512)):  # fmt: skip
         for batch in (1, 9):
             ops = step_ops(other, ALONE, Point(batch=batch, context=64))
             around = resident_bytes(ops)
             known = sum(op.times * measured_seconds(op, HW, MACHINE, around)[0] for op in ops if op.kind != "values")
             steps.append((ops, known + effect(ops, CONSTANTS)))
     found = fit_constants(steps, HW, MACHINE)
-    for name in ("step", "dense_layer", "moe_layer", "stream", "value", "logit"):
+    for name in ("step", "dense_layer", "moe_layer", "stream", "value", "row", "logit"):
         assert getattr(found, name) == pytest.approx(getattr(CONSTANTS, name), rel=1e-3), name
 
 
 def test_constants_are_never_below_zero() -> None:
     ops = step_ops(V2_LITE, ALONE, Point(batch=1, context=64))
     found = fit_constants([(ops, 1e-9)], HW, MACHINE)
-    assert found == Constants(step=0, dense_layer=0, moe_layer=0, stream=0, value=0, logit=0)
+    assert found == Constants(step=0, dense_layer=0, moe_layer=0, stream=0, value=0, row=0, logit=0)
 
 
 def test_the_file_gives_back_what_was_measured(tmp_path: Path) -> None:

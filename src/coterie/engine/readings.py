@@ -36,8 +36,8 @@ FORMS = {
     "int8": WeightFormat("int8", 32, "f16"),
     "int4": WeightFormat("code4", 32, "f16", INT4_TABLE),
 }
-SHAPES = ((256, 64), (2048, 1024))
-"""(hidden, inner) of an expert."""
+SHAPES = ((128, 32), (256, 64), (2048, 1024))
+"""(hidden, inner) of an expert; the first from cache only."""
 SETS = (8 << 20, 384 << 20)
 """Bytes of all experts together: what fits in a cache, what does not."""
 ROWS = (1, 2, 4, 8, 16, 64, 256)
@@ -91,7 +91,7 @@ class Reader:
     def products(self, form: str) -> Iterator[Reading]:
         """Readings of the experts' product over the grid."""
         for hidden, inner in SHAPES:
-            for most in SETS:
+            for most in SETS[:1] if (hidden, inner) == SHAPES[0] else SETS:
                 yield from self._bank(form, hidden, inner, min(most, available_memory() // 8))
 
     def _bank(self, form: str, hidden: int, inner: int, most: int) -> Iterator[Reading]:
@@ -120,7 +120,7 @@ class Reader:
 
     def attention(self) -> Iterator[Reading]:
         """Readings over a bf16 cache: MLA with a narrow and a wide latent, and GQA; streams and prompts."""
-        for spec in (_mla(4, 48, 16), _mla(16, 512, 64), _gqa(16, 4, 128)):
+        for spec in (_mla(8, 48, 16), _mla(16, 512, 64), _gqa(16, 4, 128)):
             peak, read = self.peak("bf16"), self.read_rate(SETS[0])
             for sequences, context, rows in ((1, 1024, 1), (8, 512, 1), (1, 512, 16), (1, 512, 512)):
                 call, nbytes = self._attention(spec, sequences, context, rows)

@@ -44,13 +44,15 @@ class Share:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
     """Seconds that no operation accounts for: of a step, each dense and each MoE layer, each stream of a step, and each
-    value of a row in a layer (norms, sums, copies), and each logit that is sampled from."""
+    value of a row in a layer (norms, sums, copies), each row in a layer (rotation, choice of experts), and each logit
+    that is sampled from."""
 
     step: float
     dense_layer: float
     moe_layer: float
     stream: float
     value: float
+    row: float
     logit: float
 
 
@@ -117,6 +119,7 @@ def measured_seconds(op: Op, hw: HardwareSpec, measured: Measured, set_bytes: fl
     """Seconds of one operation in one layer and what bounds it: roofline over share. `set_bytes`: `resident_bytes`."""
     if op.kind == "values":
         return op.unit * value_seconds(op, measured.constants), "memory"
+    op = replace(op, nbytes=op.nbytes * op.padded, operations=op.operations * op.padded, held=op.held * op.padded)
     integer = op.form in INTEGER_FORMS and hw.int8_tops > 0
     rates = ((hw.int8_tops if integer else hw.bf16_tops) * 1e12, measured.read_rate(set_bytes))
     bound: Bound = "compute" if op.operations / rates[0] > op.nbytes / rates[1] else "memory"
@@ -133,7 +136,8 @@ def by_rows(op: Op) -> list[tuple[float, Op]]:
     expert's rows are binomial: some wait for memory and some for products, which their mean would hide."""
     if not op.tokens or not op.operations or op.rows > WHOLE_ROWS:
         return [(1.0, op)]
-    total = op.operations / (2 * op.unit)
+    unit = op.unit * op.padded
+    total = op.operations / (2 * unit)
     hit = total / op.rows
     slots, tokens = hit * op.held / op.nbytes, max(1, round(op.tokens))
     share = min(1.0, total / slots / tokens)
@@ -142,7 +146,7 @@ def by_rows(op: Op) -> list[tuple[float, Op]]:
     scale = hit / max(1e-300, sum(weights.values()))
     nbytes = op.nbytes / hit
     return [
-        (weight * scale, replace(op, rows=rows, operations=2 * rows * op.unit, nbytes=nbytes))
+        (weight * scale, replace(op, rows=rows, operations=2 * rows * unit, nbytes=nbytes))
         for rows, weight in weights.items()
         if weight * scale > 1e-6
     ]
@@ -157,13 +161,13 @@ def _binomial(count: int, tries: int, share: float) -> float:
 
 
 def value_seconds(op: Op, constants: Constants) -> float:
-    """Seconds of a value that is passed, which is a logit or a row's."""
-    return constants.logit if op.name == "sampling" else constants.value
+    """Seconds of what is passed: a logit, a row or a value of it."""
+    return {"sampling": constants.logit, "row work": constants.row}.get(op.name, constants.value)
 
 
 def resident_bytes(ops: Sequence[Op]) -> float:
     """Memory that step after step goes round in: all weights held, chosen or not, and the cache that is read."""
-    return sum(max(op.held, op.nbytes) * op.times for op in ops)
+    return sum(max(op.held, op.nbytes) * op.padded * op.times for op in ops)
 
 
 def constant_seconds(ops: Sequence[Op], constants: Constants) -> tuple[float, float]:
@@ -176,12 +180,12 @@ def constant_seconds(ops: Sequence[Op], constants: Constants) -> tuple[float, fl
     return each, constants.step + streams * constants.stream
 
 
-NOTHING = Constants(step=0.0, dense_layer=0.0, moe_layer=0.0, stream=0.0, value=0.0, logit=0.0)
+NOTHING = Constants(step=0.0, dense_layer=0.0, moe_layer=0.0, stream=0.0, value=0.0, row=0.0, logit=0.0)
 
 
 def fit_constants(steps: Sequence[tuple[Sequence[Op], float]], hw: HardwareSpec, measured: Measured) -> Constants:
     """Constants of small steps (operations, seconds): what their operations do not account for, by least squares of
-    relative errors, none below 0 (all subsets are tried, as there are six)."""
+    relative errors, none below 0 (all subsets are tried, as there are seven)."""
     bare = replace(measured, constants=NOTHING)
     rows, left = [], []
     for ops, seconds in steps:

@@ -19,6 +19,7 @@ from coterie.planner.network import FP8_ROW, Exchange
 from coterie.spec.counts import attention_counts
 from coterie.spec.errors import SpecError
 from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
+from coterie.spec.weights import PANEL
 
 OpKind = Literal["product", "attention", "values", "exchange", "reduce"]
 ACTIVATION_BYTES = 2.0
@@ -67,9 +68,10 @@ class Op:
     """One operation of a layer, or of a step. `times`: layers that do it; `layer`: kind of layer it belongs to, -1 for
     once a step. operations: two a multiply-add; nbytes: read from memory; rows: that share each matrix; both of one
     layer on the busiest device. form: format of the weights, or the kind of attention. unit: values of one matrix,
-    width of a key, or values that norms, sums and copies pass. held: bytes of all matrices of a layer on the device, 0
-    for nbytes. tokens: of which each chooses some of the matrices, 0 where all rows share all. message: what an
-    exchange carries; for a reduce, nbytes are its vector's and ranks its partners."""
+    width of a key, or what norms, sums and copies pass. held: bytes of all matrices of a layer on the device, 0
+    for nbytes. tokens: of which each chooses some of the matrices, 0 where all rows share all. padded: values that our
+    kernels' panels hold over those there are. message: what an exchange carries; for a reduce, nbytes are its vector's
+    and ranks its partners."""
 
     name: str
     kind: OpKind
@@ -83,6 +85,7 @@ class Op:
     unit: float = 0.0
     held: float = 0.0
     tokens: float = 0.0
+    padded: float = 1.0
     message: Exchange | None = None
     ranks: int = 1
 
@@ -153,11 +156,13 @@ def layer_ops(
     ffn = layer.ffn
     passes = PASSES + (2 * ffn.top_k if isinstance(ffn, MoESpec) else 0)
     yield Op(name="norms and copies", kind="values", layer=number, times=times, unit=batch.rows * hidden * passes)
+    yield Op(name="row work", kind="values", layer=number, times=times, unit=batch.rows)
     if isinstance(ffn, MoESpec):
         yield from moe_ops(model, ffn, layout, batch, place)
         return
     values = ffn.counts(hidden).dense / layout.tp
-    yield product("dense feed-forward", number, times, values, batch.rows, layout.weights)
+    dense = product("dense feed-forward", number, times, values, batch.rows, layout.weights)
+    yield replace(dense, padded=panel_factor(hidden, ffn.intermediate_size / layout.tp, layout.weights))
     if layout.tp > 1:
         yield reduce_op("all-reduce of feed-forward", number, times, batch.rows * hidden, layout.tp)
 
@@ -168,6 +173,18 @@ def product(name: str, layer: int, times: float, values: float, rows: float, for
         name=name, kind="product", layer=layer, times=times, operations=2 * rows * values, bits=WEIGHT_BITS[form],
         nbytes=values * WEIGHT_BYTES[form], rows=rows, form=form, unit=values,
     )  # fmt: skip
+
+
+def panel_factor(hidden: int, inner: float, form: WeightName) -> float:
+    """Values of a gated feed-forward as our kernels pack it over those it has: outputs in panels of 32, inputs in steps
+    of 32 (bf16) or 64."""
+    step = 32 if form == "bf16" else 64
+    held = 2 * _whole(inner, PANEL) * _whole(hidden, step) + _whole(hidden, PANEL) * _whole(inner, step)
+    return held / (3 * hidden * inner)
+
+
+def _whole(size: float, step: int) -> float:
+    return -(-size // step) * step
 
 
 def reduce_op(name: str, layer: int, times: float, values: float, ranks: int) -> Op:
@@ -226,10 +243,13 @@ def moe_ops(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place:
         name="routed experts", kind="product", layer=number, times=times, operations=2 * rows * values,
         bits=WEIGHT_BITS[form], nbytes=hit * values * WEIGHT_BYTES[form], rows=rows / hit, form=form, unit=values,
         held=(ffn.num_experts + layout.redundant) / layout.ep * values * WEIGHT_BYTES[form], tokens=batch.tokens,
+        padded=panel_factor(hidden, ffn.intermediate_size / layout.moe_tp, form),
     )  # fmt: skip
     if ffn.shared_intermediate_size:
         shared = ffn.counts(hidden).shared / layout.tp
-        yield product("shared experts", number, times, shared, batch.rows, form)
+        inner = ffn.shared_intermediate_size / layout.tp
+        one = product("shared experts", number, times, shared, batch.rows, form)
+        yield replace(one, padded=panel_factor(hidden, inner, form))
     if layout.tp > 1:
         yield reduce_op("all-reduce of feed-forward", number, times, batch.rows * hidden, layout.tp)
 
