@@ -10,6 +10,7 @@ import click
 from coterie.cli.plan_options import TOKENS, Asked, plan_options
 from coterie.cli.plan_output import number, show_json, table
 from coterie.cli.ranges import FiniteRange
+from coterie.planner.cost import Efficiency
 from coterie.planner.devices import device
 from coterie.planner.memory import Load
 from coterie.planner.ops import Point
@@ -41,10 +42,11 @@ def tiers(asked: Asked, **values: Any) -> None:
     question = read(asked, values)
     found: dict[str, TierPlan] = {}
     refused: dict[str, str] = {}
+    known = None if asked.measured is None else Efficiency(measured=asked.measured, absorbed=True)
     forms: tuple[How, ...] = ("hybrid", "stream")
     for how in forms:
         try:
-            found[how] = tier_plan(question, how)
+            found[how] = tier_plan(question, how, known)
         except SpecError as error:
             refused[how] = str(error)
     if not found:
