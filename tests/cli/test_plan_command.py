@@ -97,7 +97,7 @@ def formulas(value: object) -> Iterator[str]:
             yield from formulas(item)
 
 
-@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("serve", "search")])
+@pytest.mark.parametrize("name", PLANS)
 def test_every_formula_stands_in_the_docs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
     assert run(["plan", *PLANS[name], "--json"]) == 0
