@@ -155,6 +155,8 @@ def test_seed_layouts_are_refused_with_the_valid_ones() -> None:
         budget(V3, H100, Layout(devices=16, tp=8, dp=2, ep=16))
     with pytest.raises(SpecError, match="valid for 8 devices"):
         choose(V3, H100, 8, Wish(tp=8, dp=4))
+    with pytest.raises(SpecError, match=r"tp 3 does not divide the attention heads .* tp can be 1, 2, 4"):
+        choose(V3, H100, 3, Wish(tp=3))
     assert all(layout.tp in (1, 16) or layout.ep <= layout.tp for layout in layouts(V3, 16, choose(V3, H100, 16)))
 
 

@@ -17,6 +17,7 @@ from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import Fp8BlockQuant, ModelSpec, MoESpec
 from coterie.spec.stored import StoredScheme
+from coterie.spec.tensor_split import check_tensor_split
 
 WeightName = Literal["bf16", "fp8", "fp4", "int8", "int4"]
 CacheName = Literal["bf16", "fp8", "fp8-scaled", "int8"]
@@ -74,9 +75,7 @@ class Layout:
 
     def check(self, model: ModelSpec) -> None:
         """Raise SpecError if `model` cannot be laid out so: heads over tp, expert slots over ep."""
-        heads = {layer.attention.num_heads for layer, _ in model.layer_kinds}
-        if any(count % self.tp for count in heads):
-            raise SpecError(f"{max(heads)} attention heads do not divide over tp {self.tp}")
+        check_tensor_split(model, self.tp)
         latent = any(layer.attention.kind == "mla" for layer, _ in model.layer_kinds)
         if latent and 1 < self.tp < self.ep and self.dp > 1:
             raise SpecError(
