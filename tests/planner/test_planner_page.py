@@ -197,7 +197,7 @@ def fill(name: str, value: str) -> str:
 def test_the_page_redraws_in_a_browser(port: int, tmp_path: Path) -> None:
     browser = Browser(tmp_path, f"http://127.0.0.1:{port}/")
     try:
-        drawn = "Number(document.body.dataset.drawn || 0)"
+        drawn = "Number(document.body ? document.body.dataset.drawn || 0 : 0)"
         wait_for(lambda: browser.evaluate(drawn) >= 1, 60)
         charts = "['budget', 'limits', 'pareto'].map(name => document.getElementById(name).innerHTML)"
         first = browser.evaluate(charts)

@@ -167,3 +167,12 @@ def test_the_closed_form_of_a_candidate_is_what_the_simulation_gives(layout: Lay
     assert served.batch * layout.dp == pytest.approx(32, rel=0.15)
     assert float(served.tpot.mean()) == pytest.approx(each.tpot, rel=0.15)
     assert float(served.ttft.mean()) == pytest.approx(each.ttft, rel=0.15)
+
+
+def test_layouts_that_the_links_do_not_allow_are_left_out() -> None:
+    """Sockets without links between devices: each serves for itself; experts over both would need links."""
+    lite = model("DeepSeek-V2-Lite")[1]
+    asked = Search(model=lite, hardware=device("8592+"), like=Layout(devices=2, tp=1, dp=2, ep=2), slo=Slo())
+    assert {(each.instances, each.layout.devices) for each in find(asked).candidates} == {(2, 1)}
+    with pytest.raises(SpecError, match="links"):
+        find(replace(asked, fixed=(("ep", 2),)))

@@ -43,7 +43,9 @@ def search(
         from coterie.planner.plot import check_plot_file
 
         check_plot_file(plot)
-    search = replace(search, apart=not together, every=every, fixed=fixed())
+    given = click.get_current_context().get_parameter_source("redundant") is ParameterSource.COMMANDLINE
+    like = search.like if given else replace(search.like, redundant=0)
+    search = replace(search, like=like, apart=not together, every=every, fixed=fixed())
     found = {devices: find(search, devices) for devices in (asked.layout.devices, *also)}
     main = found[asked.layout.devices]
     title = f"{asked.name} on {asked.layout.devices} x {asked.hardware.name}"

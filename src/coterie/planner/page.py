@@ -12,7 +12,8 @@ import math
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -94,7 +95,7 @@ def asked(offered: Offer, values: Mapping[str, str]) -> tuple[Search, str, int, 
     skew = values.get("skew", "")
     if skew and not SKEW.fullmatch(skew):
         raise SpecError(f"{skew!r} is not a skew of this page: uniform, trace, zipf:S or dirichlet:A")
-    like = choose(spec, hardware, count, wish)
+    like = replace(choose(spec, hardware, count, wish), redundant=0)
     search = Search(
         model=spec, hardware=hardware, like=like, fixed=fixed, known=known_of(spec, hardware, like),
         slo=Slo(_seconds(values, "ttft"), _seconds(values, "tpot")), isl=_whole(values, "isl", 4096, 10_000_000),
@@ -176,7 +177,11 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(status, "application/json", json.dumps(document).encode())
 
     def reply(self, status: int, kind: str, body: bytes) -> None:
-        """Send a whole response."""
+        """Send a whole response; a browser that has gone does not want it."""
+        with suppress(ConnectionError):
+            self._send(status, kind, body)
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))

@@ -192,6 +192,7 @@ class Instance:
         self.search, self.layout = search, layout
         self.setting = search.setting(layout)
         self._prompt: float | None = None
+        self._streams: list[Candidate] | None = None
         found = budget(search.model, search.hardware, layout, search.load(None))
         self.b_cap = int(found.b_cap.value) if found.free.value > 0 else 0
         self.kv_token = found.kv_token.value
@@ -259,6 +260,13 @@ class Instance:
         rate = batch / (self.search.osl * step.tpot)
         return self._candidate(batch, step, step.tpot, (step.tpot, rate, 0.0))
 
+    @property
+    def streams(self) -> list[Candidate]:
+        """Without prompts, at the batches of `at_edges`."""
+        if self._streams is None:
+            self._streams = at_edges(self.search, self, self.decode_only)
+        return self._streams
+
     def _candidate(self, batch: int, step: StepCost, tpot: float, rest: tuple[float, float, float]) -> Candidate:
         ttft, rate, share = rest
         return Candidate(layout=self.layout, instances=1, prefill=None, prefill_instances=0, batch=batch,
@@ -322,7 +330,7 @@ def apart(search: Search, decode: Instance, prefill: Instance, devices: int) -> 
     found = []
     if not (search.hardware.network_gbps or search.hardware.scaleup_gbps):
         return []
-    for alone in at_edges(search, decode, decode.decode_only):
+    for alone in decode.streams:
         best = None
         for count in range(1, devices // prefill.layout.devices + 1):
             instances = (devices - count * prefill.layout.devices) // decode.layout.devices
@@ -357,14 +365,18 @@ def find(search: Search, devices: int | None = None) -> Found:
     devices = devices or search.like.devices
     candidates: list[Candidate] = []
     whole: list[Instance] = []
+    refused: SpecError | None = None
     for size in instance_sizes(devices):
-        fits = [each for each in (Instance(search, layout) for layout in instance_layouts(search, size)) if each.b_cap]
-        for instance in fits:
-            if allowed(search, instance.layout):
-                candidates += together(search, instance, devices)
-        whole += fits
+        for instance in (Instance(search, layout) for layout in instance_layouts(search, size)):
+            try:
+                points = together(search, instance, devices)
+            except SpecError as error:  # links that the layout needs and the device has not
+                refused = error
+                continue
+            whole += [instance] if points else []
+            candidates += points if allowed(search, instance.layout) else []
     if not candidates:
-        raise SpecError(nothing_fits(search, devices))
+        raise refused or SpecError(nothing_fits(search, devices))
     if search.apart:
         prefills = best_prefills(search, whole)
         for prefill in prefills:

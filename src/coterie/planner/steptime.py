@@ -20,7 +20,7 @@ from coterie.planner.layout import Layout
 from coterie.planner.ops import Point, requests_per_group
 from coterie.planner.simulate import StepTime
 from coterie.spec.hardware import HardwareSpec
-from coterie.spec.model import ModelSpec
+from coterie.spec.model import ModelSpec, MoESpec
 
 STREAMS, PROMPTS, HEAD = "attention of streams", "attention of prompts", "head"
 EXCHANGE = ("all-to-all", "all-to-all, not hidden")
@@ -51,7 +51,8 @@ class Setting:
 
     def _hit(self, share: float | None) -> float | None:
         """Experts of a rank with a token, from the share of all."""
-        experts = max((moe.num_experts for _, moe in self.model.moe_layers()), default=0)
+        kinds = (layer.ffn for layer, _ in self.model.layer_kinds)
+        experts = max((ffn.num_experts for ffn in kinds if isinstance(ffn, MoESpec)), default=0)
         return None if share is None or not experts else max(share * experts / self.layout.ep, 1e-3)
 
     def decode(self, batch: float, context: float) -> StepCost:
