@@ -31,6 +31,7 @@ from coterie.comm.local import LocalTransport
 from coterie.comm.mesh import Mesh
 from coterie.comm.slots import SlotTable
 from coterie.comm.transport import Handle
+from coterie.comm.travel import Travel
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.machine import machine
 from coterie.kernels.native import NativeKernels
@@ -167,10 +168,11 @@ class Variant:
             for table in exchange.tables:
                 if equal and table.has_copies:
                     table._split = Equal(table)  # type: ignore[assignment]
+            travel = Travel(kernels, self.experts[rank].experts.gate_up)
             self.layers.append(
                 [
-                    MoELayer(layer, router, Dispatcher(shape.experts, kernels, exchange, layer), self.experts[rank],
-                             None, None, kernels, self.timers[rank])  # type: ignore[arg-type]
+                    MoELayer(layer, router, Dispatcher(shape.experts, kernels, exchange, layer, travel),
+                             self.experts[rank], None, None, kernels, self.timers[rank])  # type: ignore[arg-type]
                     for layer, router in enumerate(bench.routers)
                 ]
             )  # fmt: skip
