@@ -133,7 +133,6 @@ async def _kill(group: Group, rank: int, length: int) -> list[str]:
     while not group.engine.is_ready():
         await asyncio.sleep(0.001)
     again = time.monotonic() - began
-    loaded = group.group.experts_loaded
     tokens, arrivals = await task
     first = min(moment for times in arrivals for moment in times if moment > began + again) - began
     longest = max(b - a for a, b in steps(arrivals))
@@ -142,6 +141,7 @@ async def _kill(group: Group, rank: int, length: int) -> list[str]:
     same = "the same" if tokens == expected else "DIFFER"
     while group.group.living < len(group.launch.processes):
         await asyncio.sleep(0.05)
+    loaded = group.group.experts_loaded  # a rank that comes back loads its own before it joins
     return [f"{known:.3f}", f"{again:.2f}", f"{first:.2f}", str(moved), str(loaded), f"{longest:.2f}",
             f"{statistics.median(before):.0f}", f"{statistics.median(after):.0f}", same,
             f"{time.monotonic() - began:.1f}"]  # fmt: skip
