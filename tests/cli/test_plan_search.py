@@ -86,6 +86,8 @@ def test_a_plot_without_matplotlib_names_the_extra(
         (["search", "r1", "--hw", "h100", "-n", "4"], "does not fit on 4 x H100"),
         (["search", "r1", "--hw", "b200", "-n", "8", "--tpot", "-3"], "is not in the range"),
         ([*SEARCH, "--hit", "1"], "is not in the range"),
+        ([*SEARCH, "--batch", "8"], "leave --batch out"),
+        ([*SEARCH, "--engine", "none-such"], "there are no measurements of an engine 'none-such'"),
         (["serve", "r1", "--hw", "b200", "-n", "8"], "say --rate, or --ttft or --tpot"),
         (["serve", "r1", "--hw", "b200", "-n", "2", "--rate", "1"], "nothing is left for the cache"),
         (["serve", "r1", "--hw", "b200", "-n", "8", "--tpot", "1"], "a step of one stream a rank takes"),

@@ -21,6 +21,7 @@ from coterie.planner.memory import Load
 from coterie.planner.search import Search
 from coterie.planner.skew import FORMS, Skew
 from coterie.planner.workload import Slo
+from coterie.spec.errors import SpecError
 
 MILLISECONDS = FiniteRange(0, 3.6e6, min_open=True)
 GOAL_OPTIONS: tuple[Decorator, ...] = (
@@ -60,6 +61,8 @@ def goal_options(function: Callable[..., None]) -> Callable[..., None]:
 
 def search_of(asked: Asked, load: Load, values: dict[str, Any]) -> Search:
     """Take the shared values out of a command's. Raises SpecError."""
+    if load.batch is not None:
+        raise SpecError("the batch is what is looked for here: leave --batch out (plan serve has --max-running)")
     ttft, tpot = values.pop("ttft"), values.pop("tpot")
     limits = [math.inf if each is None else each / 1e3 for each in (ttft, tpot)]
     slo = Slo(limits[0], limits[1], values.pop("attain"))
@@ -68,6 +71,6 @@ def search_of(asked: Asked, load: Load, values: dict[str, Any]) -> Search:
     return Search(
         model=asked.model, hardware=asked.hardware, like=asked.layout, slo=slo, isl=max(load.isl, 1), osl=load.osl,
         known=known_of(asked.model, asked.hardware, asked.layout, values.pop("engine"), asked.measured),
-        chunk=load.chunk, utilisation=load.utilisation, price_hour=values.pop("price"),
+        chunk=load.chunk, utilisation=load.utilisation, page=load.page, price_hour=values.pop("price"),
         skew=None if skew is None else Skew.parse(skew), **given,
     )  # fmt: skip

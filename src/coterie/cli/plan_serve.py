@@ -121,6 +121,7 @@ def document(asked: Asked, search: Search, where: Deployment, answer: Answer) ->
     result: dict[str, Any] = {
         "asked": {**question(search, asked.name, asked.layout.devices), "rate": answer.rate},
         "layout": layout_numbers(asked.layout),
+        "how": search.known.how,
         "closed_form": {
             "tpot": timed(search, closed.tpot, "tpot-serving", search.known.spread(search.like)[0]),
             "ttft": timed(search, closed.ttft, "ttft-serving", search.known.spread(search.like)[1]),

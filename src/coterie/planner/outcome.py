@@ -115,6 +115,7 @@ def outcome(found: Found, search: Search, model: str) -> dict[str, Any]:
         "safe": recommendation(found, search, model, safe=True),
         "bold": recommendation(found, search, model, safe=False),
         "front": [candidate_numbers(each, search) for each in found.front],
+        "how": search.known.how,
         "looked_at": count(len(found.candidates), "candidates"),
     }
     if found.safe is None and found.bold is None:

@@ -50,6 +50,7 @@ class Search:
     overlap: bool = False
     chunk: int = 8192
     utilisation: float = 0.9
+    page: int = 64
     price_hour: float = 0.0
     apart: bool = True
     every: bool = False
@@ -64,7 +65,8 @@ class Search:
 
     def load(self, batch: int | None) -> Load:
         """The memory's view of it."""
-        return Load(batch=batch, isl=self.isl, osl=self.osl, chunk=self.chunk, utilisation=self.utilisation)
+        return Load(batch=batch, isl=self.isl, osl=self.osl, chunk=self.chunk, utilisation=self.utilisation,
+                    page=self.page)  # fmt: skip
 
     def setting(self, layout: Layout) -> Setting:
         """A layout's step times."""
