@@ -14,11 +14,11 @@ import pytest
 from coterie.cli.main import run
 from coterie.planner import calibrate as calibration_module
 from coterie.planner.bayes import Case, Fit, Prior, Vector, fit
-from coterie.planner.calibrate import as_json, from_json, shipped, shipped_calibration_text, usable
+from coterie.planner.calibrate import as_json, from_json, run_of, shipped, shipped_calibration_text, usable
 from coterie.planner.data import COLUMNS, Row, parse_rows, shipped_rows
 from coterie.planner.intervals import Miss, conformal, tally
 from coterie.planner.predict import predict, suspect_speculation
-from coterie.planner.score import score_fit, score_new, table
+from coterie.planner.score import fitted_anew, left_out, score_fit, score_new, table
 
 PRIOR = Prior(("rate", "constant"), ("all", "engine"), ((0.5, 0.5), (0.3, 0.3)), (("engine", 1.0),))
 
@@ -213,6 +213,19 @@ def test_scores_of_left_out_rows() -> None:
         tpot = next(each for each in score.tallies[f"left out: {way}"] if each.kind == "tpot")
         assert tpot.median <= 0.18 and tpot.coverage >= 0.72 and tpot.width <= 1.4
     assert "| tpot |" in table(score)
+
+
+@pytest.mark.slow
+def test_fitting_anew_agrees_with_leaving_out() -> None:
+    known = [one for one in usable(shipped_rows()) if one.family == "kernel"]
+    anew = {each.row.id: each.quantity for each in fitted_anew(known, shipped(), run_of)}
+    quick = {each.row.id: each.quantity for each in left_out(known, shipped(), run_of)}
+    differences = []
+    for name, first in anew.items():
+        second = quick[name]
+        assert first is not None and second is not None
+        differences.append(abs(math.log(first.value / second.value)))
+    assert len(differences) == len(known) and sorted(differences)[len(known) // 2] < 0.03
 
 
 def test_scoring_other_rows_leaves_out_what_the_fit_has_seen() -> None:

@@ -19,10 +19,11 @@ DATA = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.command()
 @click.option("--data", type=DATA, help="Measurements to score instead of the shipped ones (CSV in their columns).")
 @click.option("--save-fit", type=click.Path(dir_okay=False, path_type=Path), help="Fit anew and write the calibration.")
+@click.option("--refit", is_flag=True, help="Also fit anew without each run (a few minutes).")
 @click.option("--rows", is_flag=True, help="Show every row as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @debug_option
-def score(data: Path | None, save_fit: Path | None, rows: bool, as_json: bool) -> None:
+def score(data: Path | None, save_fit: Path | None, refit: bool, rows: bool, as_json: bool) -> None:
     """Score the planner on published measurements, by kind: error, coverage of the 80 % intervals, failures.
 
     Without --data: on the rows of the fit, as fitted and with their run, model, hardware or engine left out.
@@ -36,7 +37,7 @@ def score(data: Path | None, save_fit: Path | None, rows: bool, as_json: bool) -
         click.echo(f"wrote {save_fit}", err=True)
         calibrate.shipped.cache_clear()
     known = calibrate.shipped()
-    found = score_fit(shipped_rows(), known) if data is None else score_new(read_rows(data), known)
+    found = score_fit(shipped_rows(), known, refit=refit) if data is None else score_new(read_rows(data), known)
     lines = [each for each in map(marked, found.predictions) if rows or each.quantity is None]
     if as_json:
         tallies = {way: [_plain(each) for each in tallies] for way, tallies in found.tallies.items()}

@@ -12,9 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from coterie.planner.bayes import fit
 from coterie.planner.calibrate import (
+    PRIORS,
     Asked,
     Calibration,
+    Family,
     engine_of_row,
     family_of,
     hardware_of_row,
@@ -41,13 +44,16 @@ class Score:
     predictions: tuple[Prediction, ...]
 
 
-def score_fit(rows: Sequence[Row], calibration: Calibration) -> Score:
-    """Of the rows that a calibration was made from: as fitted, and left out in four ways."""
+def score_fit(rows: Sequence[Row], calibration: Calibration, *, refit: bool = False) -> Score:
+    """Of the rows that a calibration was made from: as fitted, and left out in four ways; with `refit` also fitted anew
+    without each run."""
     known = usable(rows)
     seen = [predict(row, calibration) for row in rows if row.value is not None and not row.suspect]
     tallies = {"fitted": tallies_of(seen)}
     for way, how in WAYS.items():
         tallies[way] = tallies_of(left_out(known, calibration, how))
+    if refit:
+        tallies["left out: run, fitted anew"] = tallies_of(fitted_anew(known, calibration, run_of))
     return Score(tallies, tuple(each for each in seen if each.quantity is None), tuple(seen))
 
 
@@ -58,6 +64,22 @@ def score_new(rows: Sequence[Row], calibration: Calibration) -> Score:
     rest = calibration.without({row.id for row in measured})
     found = [predict(row, rest) for row in measured]
     return Score({"unseen": tallies_of(found)}, tuple(each for each in found if each.quantity is None), tuple(found))
+
+
+def fitted_anew(known: Sequence[Asked], calibration: Calibration, how: Callable[[Asked], str]) -> list[Prediction]:
+    """The same with a fit of its own to the rest of its family, from the solution for the rest; a minute or two."""
+    groups: dict[tuple[Family, str], list[Asked]] = defaultdict(list)
+    for one in known:
+        groups[one.family, how(one)].append(one)
+    found = []
+    for (family, _), members in groups.items():
+        names = {one.case.name for one in members}
+        rest = calibration.without(names)
+        cases = [one.case for one in known if one.family == family and one.case.name not in names]
+        anew = fit(cases, PRIORS[family], rounds=6, start=rest.fits[family])
+        own = replace(rest, fits={**rest.fits, family: anew})
+        found += [predict(one.row, own) for one in members]
+    return found
 
 
 def left_out(known: Sequence[Asked], calibration: Calibration, how: Callable[[Asked], str]) -> list[Prediction]:
