@@ -9,6 +9,7 @@ from coterie.planner.advice import binding, changes, cost_of, describe, launch, 
 from coterie.planner.deploy import deploy
 from coterie.planner.devices import device
 from coterie.planner.goodput import serve
+from coterie.planner.known import known_of
 from coterie.planner.layout import Layout
 from coterie.planner.memory import budget
 from coterie.planner.models import model
@@ -176,3 +177,17 @@ def test_layouts_that_the_links_do_not_allow_are_left_out() -> None:
     assert {(each.instances, each.layout.devices) for each in find(asked).candidates} == {(2, 1)}
     with pytest.raises(SpecError, match="links"):
         find(replace(asked, fixed=(("ep", 2),)))
+
+
+@pytest.mark.parametrize(
+    "hardware, streams, isl, osl, published",
+    [("h200", 32, 1024, 1024, 23.31), ("h200", 8, 8192, 1024, 14.37), ("b200", 16, 1024, 8192, 12.84)],
+)
+def test_a_candidate_has_the_time_of_published_runs(
+    hardware: str, streams: int, isl: int, osl: int, published: float
+) -> None:
+    """SGLang, DeepSeek-R1, tp 8: runs that the fit has seen; the search must not lose what the fit knows."""
+    layout = Layout(devices=8, tp=8, dp=1, ep=1)
+    known = known_of(R1, device(hardware), layout, "sglang")
+    asked = Search(model=R1, hardware=device(hardware), like=layout, slo=Slo(), isl=isl, osl=osl, known=known)
+    assert Instance(asked, layout).at(8192, streams).tpot * 1e3 == pytest.approx(published, rel=0.12)
