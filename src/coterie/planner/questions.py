@@ -136,7 +136,7 @@ def served_of(row: Row, said: Setup) -> tuple[Served, tuple[str, ...]]:
     assumed: list[str] = []
     _, spec, exact = model_of(row.model)
     if not exact:
-        assumed.append("model guessed from its size")
+        assumed.append("a description near the model, not its own")
     if not said.accelerators:
         raise SpecError(f"row {row.id} names no device")
     hw = larger_domain(device_of(said.accelerators[0][1]), row.hardware)
