@@ -44,6 +44,8 @@ def search(
 
         check_plot_file(plot)
     given = click.get_current_context().get_parameter_source("redundant") is ParameterSource.COMMANDLINE
+    where = click.get_current_context().params["model"]
+    asked = replace(asked, name=where) if Path(where).exists() else asked  # as the launch command needs it
     like = search.like if given else replace(search.like, redundant=0)
     search = replace(search, like=like, apart=not together, every=every, fixed=fixed())
     found = {devices: find(search, devices) for devices in (asked.layout.devices, *also)}

@@ -241,6 +241,8 @@ def _own(chosen: Candidate, model: str, search: Search) -> str:
         words += ["--redundant-experts", str(layout.redundant)]
     words += ["--max-running-requests", str(max(1, -(-chosen.batch // layout.dp)))]
     words += ["--chunked-prefill-size", str(chosen.chunk)]
+    if layout.weights in ("int8", "int4"):
+        words += ["--experts", layout.weights]
     if layout.kv in ("bf16", "int8"):
         words += ["--kv-cache-dtype", "bfloat16" if layout.kv == "bf16" else "int8"]
     return shlex.join(words)
