@@ -10,13 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from coterie.cli.parallel import parallel_config
+from coterie.cli.serve import serve
 from coterie.engine import remote
 from coterie.engine.process import FromChild
 from coterie.engine.remote import FrontDoor, Join, RemoteChild, World
@@ -42,6 +45,16 @@ def test_the_world_is_torchruns() -> None:
     assert (layout.num_ranks, layout.nodes, layout.redundant_experts) == (4, 2, 12)
     with pytest.raises(click.UsageError, match="torchrun has started 4 for --ep, not 3"):
         parallel_config(VALUES | {"ep": 3}, world)
+
+
+def test_a_model_is_not_exchanged_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supervisors end when the first model is drained, so the ranks of another would be waited for in vain."""
+    key = tmp_path / "key"
+    key.write_text("a-secret-of-the-operator")
+    for name, value in SAID.items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(serve, ["--admin-key-file", str(key), "--admin-model-dir", str(tmp_path)])
+    assert done.exit_code == 2 and "under torchrun the model cannot be exchanged" in done.output
 
 
 @pytest.fixture

@@ -141,6 +141,8 @@ def serve(**values: Any) -> None:
     folder, config, service = model_folder(values), engine_config(values), service_config(values)
     server, world = server_config(values, service), World.of(os.environ)
     parallel = parallel_config(values, world)
+    if world is not None and server.access.admin is not None:  # the ranks' supervisors end with the first model
+        raise click.UsageError("under torchrun the model cannot be exchanged; leave --admin-key-file out")
     log_to_stderr(values["log_level"])
     if world is not None and world.rank > 0:
         supervise(world, folder or shipped_model_path())
