@@ -36,6 +36,8 @@ from coterie.spec.errors import CoterieError
 from coterie.spec.hardware import HardwareSpec
 
 ROUNDS = 3
+LAST_START = 35.0
+"""Seconds after which no further round begins, so that a slow machine is done in a minute too."""
 ALONE = Layout(devices=1, tp=1, dp=1, ep=1, weights="bf16")
 
 
@@ -45,7 +47,7 @@ ALONE = Layout(devices=1, tp=1, dp=1, ep=1, weights="bf16")
 @click.option("--threads", "-t", type=AT_LEAST_ONE, help="Threads. [default: the cores we may use]")
 @click.option("--disk", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path("."),
               show_default=True, help="A folder on the disk that weights would be read from.")  # fmt: skip
-@click.option("--rounds", type=AT_LEAST_ONE, default=ROUNDS, show_default=True, help="Rounds over everything.")
+@click.option("--rounds", type=AT_LEAST_ONE, default=ROUNDS, show_default=True, help="Rounds over everything, at most.")
 @debug_option
 def calibrate(out: Path, threads: int | None, disk: Path, rounds: int) -> None:
     """Measure this machine and write a hardware file that `--hardware` takes.
@@ -80,7 +82,10 @@ def measure(threads: int | None, disk: Path, rounds: int, tell: Callable[[str], 
     peaks: dict[str, list[float]] = {}
     kernels: list[Reading] = []
     steps: list[list[SmallStep]] = []
+    begin = time.perf_counter()
     for number in range(rounds):
+        if time.perf_counter() - begin > LAST_START:
+            break
         tell(f"round {number + 1} of {rounds}: rates, products, attention, small steps")
         for size in (*READ_SETS, None):
             reads.setdefault(reader.set_bytes(size), []).append(reader.read_rate(size))
