@@ -43,7 +43,7 @@ class SmallStep:
 
 
 def tiny_config(width: int, size: tuple[int, int], vocab: int) -> dict[str, Any]:
-    """A DeepSeek-V2-like config.json with (layers, dense ones among them); as many experts a token as released models."""
+    """A DeepSeek-V2-like config.json with (layers, dense ones among them); as many experts a token as released."""
     layers, dense = size
     return {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": vocab,
