@@ -1,5 +1,7 @@
 """Test session helper: prints how long each tests/<folder> took, so that a slow part is seen at once. No fixtures.
 
+No example of a property test has a deadline: a busy machine is no fault of the code, and timing is never asserted.
+
 The oracle's tiny tensors need no second thread: OpenMP's wait for each other by spinning, which on a busy machine takes
 several times the work.
 """
@@ -10,8 +12,11 @@ import os
 from collections import defaultdict
 from pathlib import PurePosixPath
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("coterie", deadline=None)
+hypothesis.settings.load_profile("coterie")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here or in a process that a test starts
 
 

@@ -107,7 +107,7 @@ def test_our_mistakes_are_caught() -> None:
         BlockPool(0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(1, 12))
 def test_random_use_conserves_blocks(seed: int, num_blocks: int) -> None:
     chance = random.Random(seed)

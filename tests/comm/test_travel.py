@@ -14,7 +14,7 @@ from coterie.spec.weights import F32, MatrixSpec, WeightFormat
 KERNELS = NativeKernels(1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(1, 90), st.integers(0, 6), st.integers(1, 4), st.booleans(),
     st.sampled_from([F32, WeightFormat("int8", 32), WeightFormat("int8", 0), WeightFormat("affine4", 16)]),
@@ -42,7 +42,7 @@ def test_out(hidden: int, tokens: int, top_k: int, weighted: bool, format: Weigh
     assert got.tobytes() == KERNELS.experts(x[take], counts, gate_up, down).tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 90), st.integers(1, 6), st.booleans(), st.integers(0, 99))
 def test_back(hidden: int, count: int, rounded: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -151,7 +151,7 @@ ITEMS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(item=ITEMS, indent=st.sampled_from([None, 2]), ascii_only=st.booleans())
 def test_a_real_vocabulary_can_spell_every_item(
     real: tuple[Tokenizer, Grammars], item: dict[str, Any], indent: int | None, ascii_only: bool

@@ -121,7 +121,7 @@ def reference_candidates(row: NDArray[np.float32], params: SamplingParams) -> se
     return set(kept)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     temperature=st.sampled_from([0.5, 1.0, 1.7]),
@@ -164,7 +164,7 @@ def test_masked_tokens_never_come() -> None:
     assert draw(row, SamplingParams(), 0.0) == 4 and draw(row, SamplingParams(), math.nextafter(1, 0)) == 9
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 1.0, 2.5]), min_size=1, max_size=30), st.integers(0, 35))
 def test_largest_is_a_stable_sort(values: list[float], count: int) -> None:
     row = np.array(values, np.float32)
@@ -250,7 +250,7 @@ def reference_process(row: NDArray[np.float32], request: Request) -> NDArray[np.
     return values.astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     repetition=st.sampled_from([1.0, 0.7, 1.5]),

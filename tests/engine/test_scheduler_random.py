@@ -107,7 +107,7 @@ class Traffic:
         self.engine.scheduler.check_integrity()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     token_budget=st.sampled_from([1, 2, 5, 16, 64]),
@@ -133,7 +133,7 @@ def test_random_traffic(
     traffic.finish()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     token_budget=st.sampled_from([1, 2, 5, 16, 64]),

@@ -143,7 +143,7 @@ def test_share_all_classes_backlogged_get_their_shares_and_nobody_is_forgotten(l
         assert all(r.status is Status.FINISHED for r in old) and len(old) > 3
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.generate])  # a long run does not shrink in useful time
+@settings(max_examples=25, phases=[Phase.generate])  # a long run does not shrink in useful time
 @given(
     weights=st.tuples(*[st.sampled_from([0.25, 1.0, 3.0])] * 3),
     budget=st.sampled_from([16, 40, 128]),

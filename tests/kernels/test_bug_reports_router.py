@@ -129,7 +129,7 @@ def test_a3_groups_that_do_not_divide_are_refused_with_both_names() -> None:
     assert "n_group=4" in str(caught.value) and "n_routed_experts=10" in str(caught.value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a3_any_shape_that_divides(data: st.DataObject) -> None:
     groups, size = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 7))

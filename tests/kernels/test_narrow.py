@@ -93,7 +93,7 @@ def test_experts_read_packed_rows_as_the_floats_they_were(format: WeightFormat, 
         assert kernels.experts(rows[:0], np.zeros(4, np.int64), gate_up, down).shape == (0, hidden)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 150), st.integers(0, 7), st.sampled_from(FORMATS), st.sampled_from(LEVELS), st.integers(0, 99))
 def test_what_a_packed_row_holds(hidden: int, count: int, format: WeightFormat, isa: str, seed: int) -> None:
     """A factor for each group, that of its largest value over 127; then the nearest multiples, one byte each."""

@@ -121,7 +121,7 @@ def test_a_row_of_nan_picks_distinct_experts_and_leaves_others_alone(native: Nat
 
 
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 30), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sort_by_expert_is_a_stable_sort(tokens: int, k: int, experts: int, seed: int) -> None:
     ids = np.random.default_rng(seed).integers(0, experts, (tokens, k)).astype(np.int32)
     got = NativeKernels(1).sort_by_expert(ids, experts)
@@ -132,7 +132,7 @@ def test_sort_by_expert_is_a_stable_sort(tokens: int, k: int, experts: int, seed
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_regroup_orders_by_expert_then_rank(ranks: int, experts: int, seed: int) -> None:
     received = np.random.default_rng(seed).integers(0, 4, (ranks, experts))
     got = NativeKernels(1).regroup(received)

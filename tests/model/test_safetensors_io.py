@@ -131,7 +131,7 @@ def test_an_unreadable_file_is_a_load_error(tmp_path: Path) -> None:
         read_header(tmp_path)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, len(raw_file(GOOD)) - 1), value=st.integers(0, 255), cut=st.integers(0, 40))
 @example(position=0, value=0, cut=0)
 @example(position=7, value=255, cut=0)
@@ -159,7 +159,7 @@ tensor_fields = (
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), tensor_fields, max_size=3))
 def test_no_json_header_escapes_as_another_error(tmp_path: Path, header: dict[str, Any]) -> None:
     path = write(tmp_path, raw_file(json.dumps(header).encode(), bytes(4)))

@@ -113,7 +113,7 @@ def test_reduced_forms_are_close_and_repeatable(sizes: tuple[int, ...], form: Fo
     np.testing.assert_allclose(first, whole, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 9), min_size=4, max_size=4),
     st.sampled_from(["", "one expert", "one rank"]),

@@ -97,7 +97,7 @@ def test_every_level_and_format_has_the_bits_of_one_rank(isa: str, name: str, ro
             assert np.concatenate(got).tobytes() == want.tobytes(), (form, copies, overlap)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 9), min_size=2, max_size=2),
     st.sampled_from(sorted(FORMATS)),

@@ -188,7 +188,7 @@ def test_a_model_without_a_prediction_block_cannot_load_one() -> None:
     pick=st.integers(0, 10_000),
     batch=st.one_of(st.none(), st.integers(1, 5000)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_layout_holds_all_weights_and_adds_up(name: str, devices: int, pick: int, batch: int | None) -> None:
     """Ranks together hold each weight; items and the rest are the device; more memory never holds less."""
     spec = model(name)[1]

@@ -45,7 +45,7 @@ def test_md1_wait(load: float) -> None:
     budget=st.integers(8, 300),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_everyone_ends_and_littles_law_holds(
     rate: float, ranks: int, cache: int, spread: float, budget: int, seed: int
 ) -> None:

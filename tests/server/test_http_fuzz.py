@@ -86,7 +86,7 @@ def still_serves(url: str) -> None:
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2
 
 
-QUIET = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUIET = settings(derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @settings(QUIET, max_examples=80)

@@ -315,7 +315,7 @@ VALUES = st.one_of(st.integers(), st.booleans(), st.lists(st.integers(), max_siz
 ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b"]), VALUES, max_size=2)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_answer_under_any_cuts(data: st.DataObject) -> None:
     form = data.draw(st.sampled_from(TOOL_FORMATS))

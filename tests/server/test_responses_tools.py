@@ -84,7 +84,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=6).map("".join), st.integers(1, 9),
     st.sampled_from([{}, {"tools": TOOLS}, THINK, THINK | {"tools": TOOLS}]), st.sampled_from(["stop", "length"]),

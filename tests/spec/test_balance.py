@@ -35,7 +35,7 @@ def levels(placement: ExpertPlacement, load: np.ndarray) -> np.ndarray:
     return balance(plan.level(load, 30), placement.num_ranks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1 << 30), st.sampled_from(LOADS), st.integers(1, 3), st.integers(1, 24), st.data())
 def test_every_shape_gives_a_legal_placement(
     seed: int, kind: str, layers: int, experts: int, data: st.DataObject
@@ -61,7 +61,7 @@ def test_every_shape_gives_a_legal_placement(
     assert (levels(later, other) >= levels(first, other) * 0.999).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 1 << 30), st.sampled_from(LOADS), st.integers(2, 16), st.integers(2, 6), st.data())
 def test_dead_ranks_keep_empty_slots_and_no_expert_is_lost(
     seed: int, kind: str, experts: int, ranks: int, data: st.DataObject

@@ -40,7 +40,7 @@ def test_released_spelling_equals_modern_spelling(name: str) -> None:
     assert ModelSpec.from_hf(written).unknown_fields == () or config(name)["model_type"] != "deepseek_v3"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(["deepseek-v3", "deepseek-v2", "glm-4.5", "glm-4.7-flash", "dots.llm1.inst", "qwen3-30b-a3b"]),
     experts=st.sampled_from([8, 16, 24]),
@@ -82,7 +82,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_any_value_in_any_place_is_read_or_refused(data: st.DataObject) -> None:
     values = config(data.draw(st.sampled_from(NAMES)), num_hidden_layers=4)
@@ -100,7 +100,7 @@ def test_any_value_in_any_place_is_read_or_refused(data: st.DataObject) -> None:
         assert hash(spec.layers) == hash(ModelSpec.from_hf(copy.deepcopy(values)).layers)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(JSON)
 def test_any_mapping_is_refused_in_words(values: Any) -> None:
     if isinstance(values, dict):

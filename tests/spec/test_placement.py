@@ -27,7 +27,7 @@ def test_linear_takes_the_smallest_number_of_slots_by_default() -> None:
     assert placement.slot_to_expert[0, :6].tolist() == list(range(6))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 24), st.integers(1, 9), st.data())
 def test_linear_is_legal_for_every_number_of_slots(layers: int, experts: int, ranks: int, data: st.DataObject) -> None:
     least = smallest_slots(experts, ranks)

@@ -46,7 +46,7 @@ def test_a_rank_that_comes_back_has_its_experts_again() -> None:
     np.testing.assert_array_equal(cover(again, 4, range(4), 8), again)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_history_of_losses_and_returns(data: st.DataObject) -> None:
     ranks, experts = data.draw(st.integers(2, 6)), data.draw(st.integers(2, 20))

@@ -36,7 +36,7 @@ def lower_bound(row: np.ndarray, load: np.ndarray, ranks: int, levels: np.ndarra
     return float((np.cumsum(np.bincount(last, load, ranks)) / np.arange(1, ranks + 1)).max())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(1, 12), st.integers(1, 6), st.data())
 def test_shares_are_whole_and_sum_to_the_counts(
     seed: int, layers: int, experts: int, ranks: int, data: st.DataObject
@@ -59,7 +59,7 @@ def test_shares_are_whole_and_sum_to_the_counts(
     assert (shares == split(counts, placement, expected=expected, speeds=speeds)).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1 << 30), st.integers(2, 16), st.integers(2, 6), st.integers(0, 3))
 def test_many_sweeps_reach_the_exact_optimum(seed: int, experts: int, ranks: int, extra: int) -> None:
     rng = np.random.default_rng(seed)
