@@ -108,6 +108,18 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: tu
     assert words in fails(capsys, *arguments)
 
 
+def test_counts_are_recorded_by_the_engine_and_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "counts.json"
+    text.write_text("The planner reads what the engine counted. " * 40)
+    assert run(["plan", "record", "--text", str(text), "--out", str(out), "--window", "64", "--tokens", "200"]) == 0
+    assert "3 windows of 64 tokens, 5 MoE layers of 32 experts" in capsys.readouterr().out
+    written = json.loads(out.read_text())
+    assert [sum(layer) for layer in written["counts"]] == [3 * 64 * 4] * 5, "tokens x K in every layer"
+    rows = answer(capsys, "imbalance", "src/coterie/data/demo", "--hw", "h100", "-n", "4", "--skew", str(out))["rows"]
+    assert rows[0]["rank"]["kind"] == "derived" and rows[0]["expert"]["value"] > 1
+    assert "less than a window" in fails(capsys, "record", "--text", str(text), "--out", str(out), "--window", "9000")
+
+
 def test_no_torch_no_engine_no_kernels() -> None:
     code = (
         "import sys; from coterie.cli.main import run; status = run(['plan', 'imbalance', 'r1', '--hw', 'h100', '-n',"

@@ -10,7 +10,7 @@ import pytest
 from coterie.planner.imbalance import Imbalance, Placement, gamma
 from coterie.planner.models import model
 from coterie.planner.network import Exchange, all_to_all
-from coterie.planner.skew import Skew, capped, clock_rates, draw, inclusion
+from coterie.planner.skew import Skew, capped, clock_rates, draw, drift_of, inclusion
 from coterie.spec import ModelSpec, SpecError
 from coterie.spec.balance import Room, place
 from coterie.spec.hardware import HardwareSpec
@@ -145,6 +145,16 @@ def test_drift_is_what_a_placement_does_not_know() -> None:
     assert still.rank < 1.01 < moving.rank < moving.rank_even
 
 
+@pytest.mark.parametrize("width", [0.0, 0.3])
+def test_the_drift_of_windows_is_found_again(width: float) -> None:
+    rng = np.random.default_rng(4)
+    shares = Skew.parse("zipf:0.5").shares(64, 4, 1)
+    moved = capped(np.repeat(shares, 80, 0) * np.exp(width * rng.standard_normal((80, 64))), 4)
+    windows = draw(moved, None, 4, 2048, rng)[:, None]
+    assert drift_of(windows, 4) == pytest.approx(width, abs=0.04)
+    assert drift_of(windows[:1], 4) == 0
+
+
 def test_small_batches_are_noisier_and_hit_fewer_experts() -> None:
     found = [of("zipf:0.4", tokens) for tokens in (4, 64, 1024, 16384)]
     assert [each.rank for each in found] == sorted((each.rank for each in found), reverse=True)
@@ -175,11 +185,12 @@ def test_counts_are_read_from_files(tmp_path: Path, suffix: str) -> None:
     if suffix == ".npy":
         np.save(path, counts)
     elif suffix == ".json":
-        path.write_text(json.dumps({"counts": counts.tolist()}))
+        path.write_text(json.dumps({"counts": counts.tolist(), "drift": 0.2}))
     else:
         path.write_text("\n".join(",".join(map(str, row)) for row in counts.tolist()))
     skew = Skew.parse(str(path))
-    assert skew.shape == (2, 32)
+    assert skew.shape == (2, 32) and skew.drift == (0.2 if suffix == ".json" else 0)
+    assert Skew.parse(f"{path}@0.4").drift == 0.4
     assert skew.shares(32, 4, 1).sum(1) == pytest.approx([4, 4])
     assert gamma(skew, DEMO, 4096, 8).rank > 1
 

@@ -1,7 +1,8 @@
 """`coterie plan`: a table of its commands, each in a file of its own, imported only when it is run.
 
 A command that plans a model on devices takes `plan_options` of `cli/plan_options.py` and prints with `show` of
-`cli/plan_output.py`. No command imports torch, the engine or the kernels (`calibrate` alone measures with them).
+`cli/plan_output.py`. No command imports torch, the engine or the kernels (`calibrate` measures and `record` counts with
+them).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "compare": ("coterie.cli.plan_compare:compare", "Set models or layouts side by side."),
     "net": ("coterie.cli.plan_net:net", "Time of an expert exchange by topology and form."),
     "imbalance": ("coterie.cli.plan_imbalance:imbalance", "Busiest expert and rank by skew and placement."),
+    "record": ("coterie.cli.plan_record:record", "Count what a model's router asks for on a text."),
     "pods": ("coterie.cli.plan_pods:pods", "One large expert-parallel group against pods."),
     "score": ("coterie.cli.plan_score:score", "Score the planner on published measurements, by kind."),
     "predict": ("coterie.cli.plan_score:predict", "Answer rows of measurements whose value is blank."),

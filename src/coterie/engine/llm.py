@@ -62,7 +62,8 @@ class LLM:
 
     `path`: a model folder (config.json, safetensors, tokenizer.json if there is one), a GGUF file, None for the shipped
     model; with load_format="dummy" a folder with only config.json, or the parsed config itself. Options are
-    EngineConfig's fields and override `config`. Raises `CoterieError` for what cannot be run.
+    EngineConfig's fields and override `config`; `record_experts` counts what routers ask for. Raises `CoterieError` for
+    what cannot be run.
     """
 
     def __init__(
@@ -71,10 +72,12 @@ class LLM:
         *,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
+        record_experts: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
         self.config = engine_config(options, config)
-        core, info = build_engine(shipped_model_path() if path is None else path, self.config, progress)
+        source = shipped_model_path() if path is None else path
+        core, info = build_engine(source, self.config, progress, record_experts=record_experts)
         self.spec, self.tokenizer = info.files.spec, info.files.tokenizer
         self.max_model_len, self.report = info.max_model_len, info.report
         self._core: EngineCore | None = core
@@ -148,6 +151,13 @@ class LLM:
     def stage_seconds(self) -> dict[str, float]:
         """Seconds spent in each stage of the steps so far."""
         return self.stats().stage_seconds
+
+    def expert_counts(self) -> NDArray[np.int64]:
+        """Tokens that each expert of each MoE layer has computed so far [L, E]; needs `record_experts`."""
+        load = self._open_core().runner.model.runtime.load
+        if load is None:
+            raise CoterieError("experts are not counted: make the LLM with record_experts=True, and of a MoE model")
+        return load.read()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the engine's books do not add up."""

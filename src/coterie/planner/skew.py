@@ -71,7 +71,8 @@ class Skew:
         path = Path(text)
         if path.suffix.lower() not in (".npy", ".json", ".csv"):
             raise SpecError(f"there is no skew {text!r}; possible are {FORMS}")
-        return cls.of_counts(read_counts(path), text, seed)
+        counts, drift = read_counts(path)
+        return replace(cls.of_counts(counts, text, seed), drift=drift)
 
     @classmethod
     def of_counts(cls, counts: NDArray[Any], source: str = "counts", seed: int = 0) -> Skew:
@@ -130,20 +131,47 @@ def _numbers(text: str, rest: str, most: int) -> list[float]:
     return numbers
 
 
-def read_counts(path: Path) -> Floats:
-    """Counts [layers, experts] of a .npy, .json (a list of lists, or an object with one named "counts") or .csv."""
+def read_counts(path: Path) -> tuple[Floats, float]:
+    """Counts [layers, experts] and drift (0 where none is said) of a .npy, a .csv, or a .json: a list of lists, or an
+    object with "counts" and perhaps "drift", as `coterie plan record` writes it."""
+    drift = 0.0
     try:
         if path.suffix.lower() == ".npy":
-            return np.asarray(np.load(path, allow_pickle=False), np.float64)
+            return np.asarray(np.load(path, allow_pickle=False), np.float64), drift
         text = path.read_text(encoding="utf-8")
-        if path.suffix.lower() == ".json":
-            data = json.loads(text)
-            return np.asarray(data["counts"] if isinstance(data, dict) else data, np.float64)
-        return np.asarray([[float(cell) for cell in row] for row in csv.reader(text.splitlines()) if row], np.float64)
+        if path.suffix.lower() == ".csv":
+            rows = [[float(cell) for cell in row] for row in csv.reader(text.splitlines()) if row]
+            return np.asarray(rows, np.float64), drift
+        data = json.loads(text)
+        if isinstance(data, dict):
+            data, drift = data["counts"], float(data.get("drift", 0.0))
+        counts = np.asarray(data, np.float64)
     except OSError as error:
         raise SpecError(f"{error.strerror}: {path}") from error
     except (ValueError, KeyError, TypeError, EOFError) as error:
         raise SpecError(f"{path} holds no table of counts [layers, experts]: {error}") from error
+    if not 0 <= drift <= 10:
+        raise SpecError(f"the drift in {path} must be from 0 to 10, not {drift}")
+    return counts, drift
+
+
+def drift_of(windows: Floats, top_k: int) -> float:
+    """Width of the lognormal factor by which windows differ beyond chance, from their counts [W, L, E].
+
+    Squared deviations from the mean share, less B p (1 - p) of chance, over squared expectations; experts that expect
+    10 rows of a window or more.
+    """
+    if len(windows) < 2:
+        return 0.0
+    rows = windows.sum(-1, keepdims=True) / top_k
+    share = windows.sum(0) / np.maximum(rows.sum(0), 1.0)
+    expected, chance = share * rows, share * (1 - share) * rows
+    often = expected >= 10
+    if not often.any():
+        return 0.0
+    seen = len(windows) / (len(windows) - 1) * (windows - expected) ** 2
+    excess = (seen - chance)[often].sum() / (expected**2)[often].sum()
+    return float(np.sqrt(np.log1p(max(excess, 0.0))))
 
 
 @lru_cache(maxsize=1)
