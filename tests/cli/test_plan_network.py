@@ -37,6 +37,10 @@ def test_net_gives_the_two_published_simulations(capsys: pytest.CaptureFixture[s
     assert switch["scaleup_bytes"]["value"] == pytest.approx(15.23e6, rel=0.01)
     torus = by_links["3D torus 4 x 4 x 2", "copies"]
     assert torus["dispatch_ideal"]["value"] > 2 * switch["dispatch_ideal"]["value"]
+    measured = {row["id"]: row["seconds"]["value"] for row in found["published"]}
+    assert measured["a2a-047"] == pytest.approx(37.8e-6) and measured["a2a-005"] == pytest.approx(155e-6)
+    assert min(measured.values()) > 2 * switch["dispatch_ideal"]["value"]
+    assert answer(capsys, "net", *PAPER, "-n", "32", "--tokens", "100")["published"] == []
     assert all(set(way["dispatch"]) >= {"value", "p10", "p90", "unit", "kind", "formula"} for way in found["ways"])
 
 

@@ -16,7 +16,7 @@ from coterie.planner.network import FORMS, FP8_ROW, PAPER, Exchange, Form, busie
 from coterie.planner.quantity import Kind, sure
 from coterie.planner.skew import FORMS as SKEWS
 from coterie.planner.skew import Skew
-from coterie.planner.topologies import Way, ways
+from coterie.planner.topologies import Way, published, ways
 from coterie.spec.errors import SpecError
 
 BYTES = {"bf16": 2.0, "fp8": FP8_ROW}
@@ -81,7 +81,12 @@ def net(
         gammas = {"gamma": sure(found.rank, "ratio", "gamma-rank", "assumed")}
         links = [_json(one, other, "derived" if given else "assumed")
                  for one, other in zip(ideal, soft, strict=True)]  # fmt: skip
-        show_json({"asked": question, **gammas, "ways": links})
+        measured = [
+            {"id": row.id, "hardware": row.hardware, "what": row.what, "precision": row.precision,
+             "seconds": sure(row.seconds, "s", "published", "exact"), "source": row.source}
+            for row in published(sent)
+        ]  # fmt: skip
+        show_json({"asked": question, **gammas, "ways": links, "published": measured})
         return
     click.echo(
         f"{asked.title()}\n{tokens:g} tokens a rank, {dispatch} out and bf16 back; busiest rank {found.rank:.3f} of "
@@ -94,6 +99,9 @@ def net(
     click.echo(table(headers, [_row(one, other) for one, other in zip(ideal, soft, strict=True)]))
     for why in dict.fromkeys(way.why for way in ideal if way.why):
         click.echo(f"\n-: {why}")
+    rows = [[row.hardware, row.what, row.precision, number(row.seconds, "s")] for row in published(sent)]
+    if rows:
+        click.echo(f"\n{table(['measured by others, the same rows', 'kernels', 'format', 'time'], rows)}")
     click.echo("\n* as the device is. The others are what its links would give as another topology over all ranks.")
 
 

@@ -1,13 +1,17 @@
 """The same exchange over other topologies: what a device's links would give as a switch, a mesh, tori or circuits.
 
 Each row is one way to connect and to send, priced by `network.all_to_all`, so that they can be set side by side. The
-links of a device keep their bandwidth; only what they connect changes. Not here: which rank is busiest (`imbalance`).
+links of a device keep their bandwidth; only what they connect changes. Beside them stand published measurements of the
+same exchange, from the shipped table. Not here: which rank is busiest (`imbalance`).
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, replace
 
+from coterie.planner.data import Row, shipped_rows
 from coterie.planner.network import Exchange, Form, Link, Transfer, all_to_all, torus_sides
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec, Topology
@@ -46,6 +50,45 @@ def ways(exchange: Exchange, hw: HardwareSpec, link: Link) -> list[Way]:
             title += " " + " x ".join(map(str, torus_sides(exchange.ranks, 2 if topology == "torus2d" else 3)))
         found.append(_way(title, exchange, wide, link))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A measured exchange of the same rows: `what` kernels and ranks, seconds."""
+
+    id: str
+    hardware: str
+    what: str
+    precision: str
+    seconds: float
+    source: str
+
+
+def published(exchange: Exchange) -> list[Published]:
+    """Published latencies of this exchange's width, top-k, ranks and tokens, on whatever hardware."""
+    found = []
+    for row in shipped_rows():
+        said = [re.search(pattern, text) for pattern, text in _said(row)]
+        if row.quantity not in ("dispatch", "combine") or row.value is None or not all(said):
+            continue
+        hidden, top_k, ranks, tokens = (int(each[1]) for each in said if each is not None)
+        if (hidden, top_k, ranks, tokens) == (
+            exchange.hidden, exchange.top_k, exchange.ranks, round(exchange.tokens_per_rank),
+        ):  # fmt: skip
+            seconds = row.value * _UNITS.get(row.unit.split()[0], math.nan)
+            found.append(Published(row.id, row.hardware, row.parallelism, row.precision, seconds, row.source))
+    return found
+
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def _said(row: Row) -> tuple[tuple[str, str], ...]:
+    """(pattern, text) of hidden size, top-k, ranks and tokens of a rank."""
+    return (
+        (r"\bh(\d+)", row.model), (r"top-?(\d+)", row.model), (r"\bEP(\d+)", row.parallelism),
+        (r"(\d+) tokens", row.load),
+    )  # fmt: skip
 
 
 def _way(name: str, exchange: Exchange, hw: HardwareSpec, link: Link, *, own: bool = False) -> Way:
