@@ -77,8 +77,9 @@ def test_every_number_of_json_says_how_far_to_trust_it(name: str, capsys: pytest
     assert not list(bare_numbers(document))
 
 
-TABLES = {"score", "predict", "calibrate", "devices", "ui"}
-"""What prints tables in columns of their own (errors, rows of measurements, fields of devices) or serves a page."""
+TABLES = {"score", "predict", "calibrate", "devices", "record", "ui"}
+"""What prints tables in columns of their own (errors, rows of measurements, fields of devices), serves a page, or runs
+the engine to write a file."""
 
 
 def test_every_command_is_asked_here() -> None:
