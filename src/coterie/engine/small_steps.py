@@ -43,13 +43,13 @@ class SmallStep:
 
 
 def tiny_config(width: int, size: tuple[int, int], vocab: int) -> dict[str, Any]:
-    """A DeepSeek-V2-like config.json with (layers, dense ones among them); as many experts a token as released."""
+    """A DeepSeek-V2-like config.json with (layers, dense ones among them)."""
     layers, dense = size
     return {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": vocab,
-        "hidden_size": width, "intermediate_size": 2 * width, "moe_intermediate_size": width // 4,
-        "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 8, "n_shared_experts": 1,
-        "n_routed_experts": 32, "num_experts_per_tok": 6, "first_k_dense_replace": dense, "moe_layer_freq": 1,
+        "hidden_size": width, "intermediate_size": 2 * width, "moe_intermediate_size": width // 2,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": dense, "moe_layer_freq": 1,
         "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False, "n_group": 1, "topk_group": 1,
         "routed_scaling_factor": 1.0, "q_lora_rank": None, "kv_lora_rank": 48, "qk_nope_head_dim": 24,
         "qk_rope_head_dim": 16, "v_head_dim": 24, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
