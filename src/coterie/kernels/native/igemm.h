@@ -295,14 +295,14 @@ static Span quantize_span(const float* x, std::int64_t size, std::int8_t* codes)
   const float most = largest(top), factor = most / 127.0f;
   const float inverse = factor > 0.0f && !wrong ? 127.0f / most : 0.0f;
   const Vec magic = splat(12582912.0f);
-  VecI total = {};
+  VecU total = {};  // what a NaN becomes may overflow; it is not used then
   for_vectors(size, [&](std::int64_t i, std::int64_t n) {
     const VecI q = __builtin_convertvector(fma(load_n(x + i, n), splat(inverse), magic) - magic, VecI);
     const VecB narrow = low_bytes(q);
     std::memcpy(codes + i, &narrow, static_cast<std::size_t>(n));
-    total += q;
+    total += (VecU)q;
   });
-  return {wrong ? __builtin_nanf("") : factor, wrong ? 0 : sum(total)};
+  return {wrong ? __builtin_nanf("") : factor, wrong ? 0 : sum((VecI)total)};
 }
 
 // Zeros behind the last column, where [first, last) reaches it.
