@@ -76,3 +76,16 @@ def test_calibrate_writes_a_file_that_step_reads(capsys: pytest.CaptureFixture[s
 def test_calibrate_says_where_it_cannot_write(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["plan", "calibrate", "--out", str(tmp_path / "none" / "x.yaml"), "--rounds", "1"]) == 1
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_what_was_not_measured_is_never_surer_than_what_was(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half-widths of R1 on H200: of an engine with measurements, of none in particular, of a wide layout."""
+
+    def width(*arguments: str) -> tuple[float, list[str]]:
+        tpot = answer(capsys, "DeepSeek-R1", "--hardware", "h200", "--batch", "64", *arguments)["tpot"]
+        return (tpot["p90"] / tpot["p10"]) ** 0.5, tpot["flags"]
+
+    fitted, none = width("-n", "8", "--engine", "sglang"), width("-n", "8")
+    wide, new = width("-n", "32", "--engine", "sglang"), width("-n", "8", "--engine", "vllm", "--hardware", "b300")
+    assert fitted[1] == [] and none[1] == ["EXTRAPOLATED", "UNCALIBRATED"] and wide[1] == ["EXTRAPOLATED"]
+    assert fitted[0] < 1.35 <= min(none[0], wide[0]) and fitted[0] < new[0]

@@ -168,6 +168,14 @@ def test_a_default_layout_follows_from_the_model() -> None:
     assert choose(model("mixtral-8x7b")[1], H100, 16).ep == 8
 
 
+@pytest.mark.parametrize("name", ["llama-3.1-70b", "glm-4.5", "mixtral-8x7b", "deepseek-r1"])
+def test_more_devices_of_a_large_domain_never_hold_fewer_requests(name: str) -> None:
+    """A tp beyond the key heads repeats the cache, so the default does not take the whole domain."""
+    spec, hardware = model(name)[1], device("gb200")
+    held = [budget(spec, hardware, choose(spec, hardware, count)).b_cap.value for count in (8, 16, 64, 72, 128, 144)]
+    assert held == sorted(held)
+
+
 @pytest.mark.parametrize(
     "values",
     [{"isl": -1}, {"osl": 0}, {"batch": 0}, {"utilisation": 0.0}, {"utilisation": 1.5}, {"isl": 10**12}, {"page": 0}],

@@ -90,7 +90,7 @@ def summary(asked: Asked, load: Load, result: Budget, least: int | None) -> list
     needed = result.kv_token.value if result.cache is None else result.cache.value
     what = "the weights" if result.free.value <= 0 else "the cache"
     short = number(needed - result.free.value, "B")
-    cure = "no number of them up to 4,096 would do"
+    cure = "no number of them up to 4,096 would do in the default layout: try a larger --tp, narrower --weights"
     if least is not None:
         cure = f"{least} would do" + ("" if least == layout.devices else " in the default layout")
     return [*lines, f"it does not fit: a rank is {short} short for {what}; of these devices {cure}"]

@@ -58,7 +58,7 @@ def predict(data: Path, as_json: bool) -> None:
     from coterie.planner.data import read_rows
     from coterie.planner.predict import predict_all
 
-    found = predict_all(read_rows(data))
+    found = predict_all(read_rows(data, values=False))
     if as_json:
         click.echo(json.dumps([each.as_json() for each in found], indent=2, allow_nan=False))
         return
@@ -78,7 +78,7 @@ def _say(prediction: Any) -> str:
     quantity, row = prediction.quantity, prediction.row
     if quantity is None:
         return f"{row.id}: no answer: {prediction.reason}"
-    text = f"{row.id}: {quantity.value:.4g} ({quantity.p10:.4g} to {quantity.p90:.4g}) {row.unit}, {quantity.kind}"
+    text = f"{row.id}: {quantity.value:.4g} ({quantity.p10:.4g} to {quantity.p90:.4g}) {quantity.unit}, {quantity.kind}"
     if row.value is not None:
         text += f", measured {row.value:.4g}"
     if quantity.flags:

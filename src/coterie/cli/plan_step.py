@@ -114,15 +114,17 @@ def phase(asked: Asked, engine: str | None, point: Point | None, prompt: Point |
         how = "efficiencies of CPU servers in general: calibrate on the machine itself"
         return Phase(step_at(prior(hw)), PRIOR_SPREAD[number], "extrapolated", ("UNCALIBRATED",), how)
     from coterie.planner.fitted_step import fitted_step
+    from coterie.planner.known import layout_flags, least_spread
 
     fit = fitted_step(asked.model, hw, engine, lambda known: step_at(known).seconds, INTERVAL[number])
     cost = step_at(fit.efficiency)
     if point is not None:
         cost = replace(cost, ops=(*cost.ops, fit.streams(requests_per_group(point, layout))))
-    kind: Kind = "extrapolated" if fit.flags else "calibrated"
+    flags, spread = layout_flags(layout, fit.flags), max(fit.spread, least_spread(layout, fit.flags))
+    kind: Kind = "extrapolated" if flags else "calibrated"
     name = f"of {engine}" if engine else "of no engine in particular (see --engine)"
-    flags = f": {', '.join(fit.flags)}" if fit.flags else ""
-    return Phase(cost, fit.spread, kind, fit.flags, f"efficiencies {name}, {fit.seen} measurements of its class{flags}")
+    shown = f": {', '.join(flags)}" if flags else ""
+    return Phase(cost, spread, kind, flags, f"efficiencies {name}, {fit.seen} measurements of its class{shown}")
 
 
 def skewed(asked: Asked, point: Point, skew: str, tokens: float) -> Point:

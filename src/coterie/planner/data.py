@@ -115,6 +115,7 @@ _QUANTITIES: tuple[tuple[str, Quantity], ...] = (
     (r"speed|per_user", "speed"),
     (r"prefill|prompt_(throughput|processing)|^pp", "prefill"),
     (r"total_(token_)?throughput", "total"),
+    (r"req(uest)?s?_?(throughput|rate|/s|_per_s)|\bqps\b|\brps\b", "output"),
     (r"decode|generation|^tg", "decode"),
     (r"throughput|tok/s", "output"),
 )  # fmt: skip
@@ -138,9 +139,12 @@ def number(text: str) -> float | None:
     return value * 1024 if found[2] else value
 
 
+_BLANK = ("", "nan", "none", "null", "?", "n/a", "na", "-", "tbd", "unknown")
+
+
 def _value(text: str, row_id: str) -> float | None:
     stripped = text.strip()
-    if not stripped or stripped.lower() in ("nan", "none", "null", "?"):
+    if stripped.lower() in _BLANK:
         return None
     try:
         value = float(stripped)
@@ -151,8 +155,9 @@ def _value(text: str, row_id: str) -> float | None:
     return value
 
 
-def parse_rows(text: str, name: str) -> tuple[Row, ...]:
-    """Rows of a CSV text with a header; columns may stand in any order and may lack unless needed."""
+def parse_rows(text: str, name: str, *, values: bool = True) -> tuple[Row, ...]:
+    """Rows of a CSV text with a header; columns may stand in any order and may lack unless needed. Without `values`
+    every row is a question, whatever its value says."""
     reader = csv.DictReader(io.StringIO(text.lstrip("\ufeff")))
     header = [column.strip() for column in reader.fieldnames or ()]
     missing = [column for column in _NEEDED if column not in header]
@@ -165,15 +170,16 @@ def parse_rows(text: str, name: str) -> tuple[Row, ...]:
         if not any(cells.values()):
             continue
         row_id = cells.pop("id") or f"row-{reader.line_num}"
-        value = _value(cells.pop("value"), row_id)
+        text = cells.pop("value")
+        value = _value(text, row_id) if values else None
         found.append(Row(id=row_id, value=value, **cells))
     return tuple(found)
 
 
-def read_rows(path: str | Path) -> tuple[Row, ...]:
+def read_rows(path: str | Path, *, values: bool = True) -> tuple[Row, ...]:
     """Rows of a CSV file. Raises SpecError for a file that is no such table."""
     try:
-        return parse_rows(Path(path).read_text(encoding="utf-8"), str(path))
+        return parse_rows(Path(path).read_text(encoding="utf-8"), str(path), values=values)
     except (UnicodeDecodeError, csv.Error) as error:
         raise SpecError(f"{path} is no CSV table: {error}") from error
 

@@ -79,7 +79,10 @@ def fitted_step(
         flags += ("EXTRAPOLATED",)
     if not seen:
         flags += ("UNCALIBRATED",)
-    deviation = math.hypot(answer.spread, NOISE[quantity]) * calibration.factor(quantity, known=not flags)
+    factor = calibration.factor(quantity, known=True)
+    if flags:  # the factor of left-out classes may be the smaller one; what was not seen is never surer than what was
+        factor = max(factor, calibration.factor(quantity, known=False))
+    deviation = math.hypot(answer.spread, NOISE[quantity]) * factor
     return FittedStep(
         efficiency(answer.z, kind, hw), math.exp(deviation), ROW_SECONDS * times(answer.z, "rows"), seen, flags,
         FRONT_SECONDS * times(answer.z, "front"),

@@ -41,13 +41,12 @@ class Known:
 
     def spread(self, layout: Layout) -> tuple[float, float]:
         """Half-widths of a layout's TPOT and TTFT."""
-        least = FAR_SPREAD if is_wide(layout) or "UNCALIBRATED" in self.flags else 1.0
+        least = least_spread(layout, self.flags)
         return max(self.tpot, least), max(self.ttft, least)
 
     def flags_of(self, layout: Layout) -> tuple[Flag, ...]:
         """The flags, and EXTRAPOLATED for a wide layout."""
-        wide: tuple[Flag, ...] = ("EXTRAPOLATED",) if is_wide(layout) and "EXTRAPOLATED" not in self.flags else ()
-        return (*self.flags, *wide)
+        return layout_flags(layout, self.flags)
 
     def streams(self, count: float) -> OpCost:
         """Sampling and bookkeeping of so many streams of a group."""
@@ -60,6 +59,16 @@ PRIOR = Known()
 
 def is_wide(layout: Layout) -> bool:
     return layout.dp > WIDE and layout.ep > WIDE
+
+
+def least_spread(layout: Layout, flags: tuple[Flag, ...]) -> float:
+    """The least half-width of a time on a layout with these flags."""
+    return FAR_SPREAD if is_wide(layout) or "UNCALIBRATED" in flags else 1.0
+
+
+def layout_flags(layout: Layout, flags: tuple[Flag, ...]) -> tuple[Flag, ...]:
+    """The flags, and EXTRAPOLATED for a wide layout."""
+    return (*flags, "EXTRAPOLATED") if is_wide(layout) and "EXTRAPOLATED" not in flags else flags
 
 
 def known_of(

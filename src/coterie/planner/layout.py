@@ -188,10 +188,16 @@ def nearest_format(bytes_per_value: float) -> WeightName:
     return min(known, key=lambda name: abs(math.log(WEIGHT_BYTES[name] / bytes_per_value)))
 
 
+USUAL_TP = 8
+"""Most ranks of a group where key heads are fewer: beyond them each rank repeats a head's cache, so that more devices
+would hold fewer requests."""
+
+
 def _widest_tp(model: ModelSpec, devices: int, domain: int) -> int:
     kinds = [layer for layer, _ in model.layer_kinds]
     if any(layer.attention.kind == "mla" for layer in kinds) and any(isinstance(each.ffn, MoESpec) for each in kinds):
         return 1
     heads = {layer.attention.num_heads for layer in kinds}
-    fits = [each for each in divisors(devices) if each <= domain and all(count % each == 0 for count in heads)]
+    most = min(domain, max(USUAL_TP, *(layer.attention.num_kv_heads for layer in kinds)))
+    fits = [each for each in divisors(devices) if each <= most and all(count % each == 0 for count in heads)]
     return max(fits, default=1)

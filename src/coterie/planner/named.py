@@ -112,6 +112,9 @@ _HOSTS: tuple[tuple[str, float, float, float, int], ...] = (
 rows are what a server or desktop of 2023 has, where only the family is known."""
 
 
+_FAMILIES = ("epyc", "threadripper", "ryzen|core", "xeon")
+
+
 @cache
 def device_of(text: str) -> HardwareSpec:
     """The accelerator of a row. Raises SpecError with near names."""
@@ -133,8 +136,7 @@ def device_of(text: str) -> HardwareSpec:
 def host_of(text: str, matrix: bool) -> tuple[HardwareSpec, int]:
     """One socket of a row's CPU, with the rate of its matrix units or of vectors, and its cores; "12ch DDR5-4800" in
     the text beats the table."""
-    usual = ("", 5.0, 9.0, 200.0, 32)
-    _, tops, vector, rate, cores = next((host for host in _HOSTS if re.search(host[0], text, re.I)), usual)
+    _, tops, vector, rate, cores = _host_row(text)
     channels = re.search(r"(\d+)\s*ch[a-z]*\s*(?:DDR\d|MRDIMM)-(\d+)", text, re.I)
     if channels:
         rate = int(channels[1]) * int(channels[2]) * 8e-3
@@ -143,6 +145,16 @@ def host_of(text: str, matrix: bool) -> tuple[HardwareSpec, int]:
         int8_tops=2 * tops if matrix else vector, memory_gb=768, memory_gbps=rate, domain=2,
     )  # fmt: skip
     return spec, cores
+
+
+def _host_row(text: str) -> tuple[str, float, float, float, int]:
+    usual = ("", 5.0, 9.0, 200.0, 32)
+    return next((host for host in _HOSTS if re.search(host[0], text, re.I)), usual)
+
+
+def is_guessed_host(text: str) -> bool:
+    """Whether only the family of a row's CPU is known, and neither its memory's rate."""
+    return _host_row(text)[0] in ("", *_FAMILIES)
 
 
 # Layouts

@@ -35,7 +35,7 @@ _ENGINES: tuple[tuple[str, str], ...] = (
     (r"in-house|deepseek", "deepseek"),
 )
 _SOURCES: tuple[tuple[str, str], ...] = (
-    (r"lmsys\.org|sgl-project", "sglang"),
+    (r"lmsys\.org|sgl-project|\bsglang\b", "sglang"),
     (r"TensorRT-LLM", "trtllm"),
     (r"vllm", "vllm"),
     (r"deepseek-ai/(open-infra|profile)|2405\.04434|2412\.19437", "deepseek"),
@@ -122,7 +122,7 @@ def engine_of(row: Row) -> str:
         if re.search(pattern, text):
             return "sglang-cpu" if name == "sglang" and _CPU.search(row.hardware) else name
     for pattern, name in _SOURCES:
-        if re.search(pattern, row.source):
+        if re.search(pattern, row.source, re.I):
             return name
     return "unknown"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from coterie.planner.calibrate import CLASS_LEVEL, HARDWARE_LEVEL, Asked, Calibr
 from coterie.planner.data import Row
 from coterie.planner.derived import derived
 from coterie.planner.quantity import Flag, Kind, Quantity
+from coterie.planner.remarks import remarks
+from coterie.planner.row_units import canonical
 from coterie.planner.served import PARAMETERS
 from coterie.spec.errors import SpecError
 
@@ -48,19 +50,24 @@ class Prediction:
                 "reason": self.reason,
             }
         plain = self.quantity.as_json()
-        plain["unit"] = self.row.unit
         return {"id": self.row.id, **plain, "metric": self.row.metric, "assumed": list(self.assumed)}
 
 
 def predict(row: Row, calibration: Calibration | None = None) -> Prediction:
     """The answer to one row. Whatever its value is, it is not looked at."""
     try:
+        plain, factor, unit = canonical(row)
         if family_of(row) is None:
-            return Prediction(row, *derived(row))
-        one = asked(row)
+            found, _, assumed = derived(plain)
+        else:
+            one = asked(plain)
+            found, assumed = fitted(one, calibration or shipped()), one.assumed
+        notes = remarks(row)
     except SpecError as error:
         return Prediction(row, None, str(error))
-    return Prediction(row, fitted(one, calibration or shipped()), "", one.assumed)
+    low, value, high = (each * factor for each in (found.p10, found.value, found.p90))
+    scaled = replace(found, p10=low, value=value, p90=high, unit=unit)
+    return Prediction(row, scaled, "", (*assumed, *notes))
 
 
 def fitted(one: Asked, calibration: Calibration) -> Quantity:
@@ -69,12 +76,17 @@ def fitted(one: Asked, calibration: Calibration) -> Quantity:
     answer = fit.answer(one.case)
     flags = flags_of(one, calibration)
     known = not set(flags) & {"EXTRAPOLATED", "UNCALIBRATED"}
-    spread = math.hypot(answer.spread, one.case.noise) * calibration.factor(one.row.kind, known=known)
+    spread = math.hypot(answer.spread, one.case.noise) * calibration.factor(kind_of(one), known=known)
     value = math.exp(answer.mean)
     kind: Kind = "calibrated" if known else "extrapolated"
     return Quantity(
         value, one.row.unit, kind, f"fit-{one.family}", value / math.exp(spread), value * math.exp(spread), flags
     )
+
+
+def kind_of(one: Asked) -> str:
+    """Whose factor widens an answer: its family's, where an id of another form does not name the kind."""
+    return {"host": "cpu", "exchange": "a2a", "kernel": "kern"}.get(one.family, one.row.kind)
 
 
 def flags_of(one: Asked, calibration: Calibration) -> tuple[Flag, ...]:
