@@ -87,7 +87,8 @@ def test_what_an_answer_takes_for_granted_is_said(changes: dict[str, str], part:
 
 def test_a_cpu_is_as_uncertain_whatever_its_row_is_called() -> None:
     """The factor of an interval follows what is measured, not the form of the id."""
-    found = [predict(asked(**CPU, id=name, metric="decode_throughput", unit="tok/s")).quantity for name in ("cpu-9", "x")]
+    rate = CPU | {"metric": "decode_throughput", "unit": "tok/s"}
+    found = [predict(asked(**rate, id=name)).quantity for name in ("cpu-9", "x")]
     assert found[0] is not None and found[1] is not None and found[0].p90 == found[1].p90
 
 

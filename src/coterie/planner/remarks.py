@@ -22,7 +22,8 @@ def remarks(row: Row) -> tuple[str, ...]:
     """In the order of what is said. Raises SpecError as the answer does."""
     found = []
     if row.quantity in ("tpot", "ttft", "e2e", "speed"):
-        named = re.search(r"(?<![a-z0-9])(p\d{2}(?:\.\d+)?|median|max|min)(?![a-z0-9])", f"{row.metric} {row.unit}", re.I)
+        text = f"{row.metric} {row.unit}"
+        named = re.search(r"(?<![a-z0-9])(p\d{2}(?:\.\d+)?|median|max)(?![a-z0-9])", text, re.I)
         if named:
             found.append(f"the mean, not the {named[1].lower()}")
     family = family_of(row)
