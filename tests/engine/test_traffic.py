@@ -53,7 +53,7 @@ def test_one_token_costs_the_flops_of_the_spec(engine: BenchEngine) -> None:
 def test_one_token_reads_its_own_weights(engine: BenchEngine) -> None:
     traffic = engine.traffic
     need = traffic.need(Work(1, 1, 1, 5, 5, hits={1: 2, 2: 2}))
-    values = traffic.spec.num_active_parameters - traffic.spec._vector_parameters()
+    values = traffic.spec.num_active_parameters - traffic.spec.counts.vectors
     expected = 4 * (values + 5 * traffic.spec.kv_bytes_per_token(1))
     assert expected <= need.nbytes <= 1.3 * expected  # panels are padded
     if engine.info.config.backend == "reference":

@@ -184,7 +184,7 @@ def test_b1_the_block_past_the_last_layer_is_never_a_decoder_layer(tmp_path: Pat
         folder = write(tmp_path / name, config, tensors)
         np.testing.assert_array_equal(logits(folder), plain)
         with LLM(folder, threads=1) as llm:
-            lines = " ".join(llm._info.load_lines)
+            lines = " ".join(llm.load_lines)
         assert said is None or (said in lines and f"skipped {len(tensors) - len(bare)} tensors" in lines)
     np.testing.assert_array_equal(logits(write(tmp_path / "lost", on, bare)), plain)
     short = V3 | {"num_hidden_layers": 3, "num_nextn_predict_layers": 0}
@@ -262,7 +262,7 @@ def test_b3_stray_and_overlaid_files_follow_the_index(tmp_path: Path) -> None:
     save_file({name: value + 1 for name, value in tensors.items()}, tmp_path / "model.safetensors")
     np.testing.assert_array_equal(logits(tmp_path), plain)
     with LLM(tmp_path, threads=1) as llm:
-        assert any("model.safetensors" in line and "ignored" in line for line in llm._info.load_lines)
+        assert any("model.safetensors" in line and "ignored" in line for line in llm.load_lines)
     newer = tensors | {"model.norm.weight": tensors["model.norm.weight"] * 2}
     save_file({"model.norm.weight": newer["model.norm.weight"]}, tmp_path / "newer.safetensors")
     write_index(tmp_path, {**weight_map, "model.norm.weight": "newer.safetensors"})
@@ -294,6 +294,6 @@ def test_b4_a_tied_head_by_the_table(tmp_path: Path, place: str, tie: bool | Non
     plain = write(tmp_path / "plain", V3, tensors | {"lm_head.weight": used})
     np.testing.assert_array_equal(logits(folder), logits(plain))
     with LLM(folder, threads=1) as llm:
-        told = " ".join(llm._info.load_lines)
+        told = " ".join(llm.load_lines)
     assert ("differs" in told) == (bool(tie) and head == "different")
     assert load_file(folder / "model.safetensors").keys() == with_head.keys()

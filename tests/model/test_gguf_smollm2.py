@@ -20,6 +20,7 @@ import transformers
 from gguf import GGUFReader, quants
 
 from coterie import LLM, SamplingParams
+from coterie.engine.build import open_model
 
 pytestmark = pytest.mark.slow
 TEXT = "<|im_start|>user\nWhat is 2+2? été 中文 1234567<|im_end|>\n\n   def f(x):\n\treturn x"
@@ -72,7 +73,7 @@ def test_ids_and_ends_are_the_files() -> None:
         assert llm.encode(TEXT) == IDS
         assert llm.tokenizer is not None
         assert llm.tokenizer.decode(IDS, skip_special_tokens=False) == TEXT
-        assert {0, 2} <= set(llm._info.files.eos_token_ids)
+        assert {0, 2} <= set(open_model(model_file()).eos_token_ids)
         assert llm.spec.num_parameters == 134_515_008
 
 

@@ -193,7 +193,7 @@ def test_a_mixture_of_block_types(oracle_of: Get, tmp_path: Path) -> None:
     with LLM(tmp_path / "model.gguf", dtype="float32", **OPTIONS) as llm:
         np.testing.assert_array_equal(llm.logits(token_ids), expected)
     with LLM(tmp_path / "model.gguf", **OPTIONS) as llm:
-        lines = "\n".join(llm._info.load_lines)
+        lines = "\n".join(llm.load_lines)
         close = llm.logits(token_ids)
     for said in (
         "Q8_0 -> int8 g32: exact", "Q4_K -> affine4 g32: exact", "Q5_K -> affine8 g32: exact",

@@ -156,7 +156,7 @@ def write_both(oracle: Oracle, folder: Path, pack: Pack, config: dict[str, Any])
 
 def logits(folder: Path, **options: Any) -> tuple[np.ndarray, tuple[str, ...]]:
     with LLM(folder, **OPTIONS, **options) as llm:
-        return llm.logits(prompt(40, seed=1)), llm._info.load_lines
+        return llm.logits(prompt(40, seed=1)), llm.load_lines
 
 
 def check(folder: Path, oracle: Oracle, label: str) -> None:

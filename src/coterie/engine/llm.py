@@ -62,8 +62,8 @@ class LLM:
 
     `path`: a model folder (config.json, safetensors, tokenizer.json if there is one), a GGUF file, None for the shipped
     model; with load_format="dummy" a folder with only config.json, or the parsed config itself. Options are
-    EngineConfig's fields and override `config`; `record_experts` counts what routers ask for. Raises `CoterieError` for
-    what cannot be run.
+    EngineConfig's fields and override `config`; `record_experts` counts what routers ask for. `load_lines`: what the
+    loader has to say. Raises `CoterieError` for what cannot be run.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LLM:
         source = shipped_model_path() if path is None else path
         core, info = build_engine(source, self.config, progress, record_experts=record_experts)
         self.spec, self.tokenizer = info.files.spec, info.files.tokenizer
-        self.max_model_len, self.report = info.max_model_len, info.report
+        self.max_model_len, self.report, self.load_lines = info.max_model_len, info.report, info.load_lines
         self._core: EngineCore | None = core
         self._lock = threading.Lock()
         self._tracker = Tracker(Door.of(info), self.tokenizer, seed=self.config.seed)
