@@ -8,6 +8,7 @@ if no measurement has its class, SATURATED if prompts arrive as fast as they can
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,6 +57,7 @@ class Prediction:
 def predict(row: Row, calibration: Calibration | None = None) -> Prediction:
     """The answer to one row. Whatever its value is, it is not looked at."""
     try:
+        check_sizes(row)
         plain, factor, unit = canonical(row)
         if family_of(row) is None:
             found, _, assumed = derived(plain)
@@ -68,6 +70,19 @@ def predict(row: Row, calibration: Calibration | None = None) -> Prediction:
     low, value, high = (each * factor for each in (found.p10, found.value, found.p90))
     scaled = replace(found, p10=low, value=value, p90=high, unit=unit)
     return Prediction(row, scaled, "", (*assumed, *notes))
+
+
+def check_sizes(row: Row) -> None:
+    """Raise SpecError for numbers of devices, requests and tokens that cannot be; a text without any is left to who
+    reads it. A phase that was not run has 0 tokens."""
+    columns = {"n_gpus": row.devices, "batch_or_concurrency": row.load, "isl": row.isl, "osl": row.osl}
+    for column, text in columns.items():
+        if re.match(r"-\s*[\d.]", text):
+            raise SpecError(f"{column} of row {row.id} must not be negative, but is {text!r}")
+    if row.devices and not re.search(r"\d", row.devices):
+        raise SpecError(f"n_gpus of row {row.id} is no number: {row.devices!r}; leave it blank if it is not known")
+    if re.fullmatch(r"0+(\.0*)?", row.load):
+        raise SpecError(f"batch_or_concurrency of row {row.id} must be above 0, or blank if it is not known")
 
 
 def fitted(one: Asked, calibration: Calibration) -> Quantity:
