@@ -83,7 +83,8 @@ def test_a_run_measures_every_form_and_leaves_nothing() -> None:
     options = ["--shape", "2x1", "--mbit", "500", "--tokens", "16", "--hidden", "64", "--rounds", "1", "--follow"]
     done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    for form in ("flat", "hierarchical", "flat-reduced", "hierarchical-reduced", "fixed capacity 8"):
-        assert done.stdout.count(f" {form} ") == 2, "float32 rows and narrow ones"
+    tables = {"flat": 4, "hierarchical": 4, "flat-reduced": 2, "hierarchical-reduced": 2, "fixed capacity 8": 2}
+    for form, number in tables.items():
+        assert done.stdout.count(f"│ {form} ") == number, "long and short steps, with float32 rows and narrow ones"
     assert "equal to one rank's." in done.stdout
     assert namespaces() == before
