@@ -28,7 +28,7 @@ from peer_report import write_report
 from rich.console import Console
 
 from coterie.cli.main import VERBS
-from coterie.engine.config import EngineConfig
+from coterie.engine.config import OPTION_NAMES
 from coterie.engine.limits import measure_limits
 from coterie.kernels.machine import machine
 
@@ -36,7 +36,7 @@ UNITS = ("read", "f32", "int8", "amx_int8", "amx_bf16")
 PREFILL_SEED = 1000
 """Rounds of prefill count from here: no prompt of theirs is one that decode left in a prefix cache."""
 PACKED = ("experts", "attention", "head", "group")
-"""Settings of EngineConfig that a packed model holds itself."""
+"""Options that a packed model holds itself."""
 MEMORY_RESERVE = 3_000_000_000
 """Bytes that the fleet leaves free."""
 
@@ -204,7 +204,7 @@ class Contest:
 def why_absent(entrant: Entrant, python: str) -> str | None:
     """Why an engine cannot run here; None if it can."""
     if entrant.engine == "coterie":
-        lacking = sorted(set(entrant.config) - set(EngineConfig.__slots__))
+        lacking = sorted(set(entrant.config) - set(OPTION_NAMES))
         return f"this build has no {', '.join(lacking)}" if lacking else None
     module = {"llama": "llama_cpp"}.get(entrant.engine, entrant.engine)
     code = f"import {module}; print(getattr({module}, '__version__', ''))"
@@ -226,7 +226,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one measurement")
     parser.add_argument("--entrants", help="only these, with commas")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=JSON",
-                        help="one more of ours: fields of EngineConfig; `model` and `bits` name another folder")
+                        help="one more of ours: options as LLM takes them; `model` and `bits` name another folder")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="another environment's")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, seconds: does it work at all")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")

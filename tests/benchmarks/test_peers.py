@@ -13,7 +13,7 @@ import pytest
 from make_checkpoint import Cut, make_checkpoint
 from peer_process import Fleet, Peer, PeerError
 from peer_report import Report
-from peers import Case, Entrant, Results
+from peers import Case, Entrant, Results, entrants, why_absent
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 WORKER = """
@@ -137,3 +137,11 @@ def test_a_quick_run_beside_transformers(tmp_path: Path) -> None:
     assert len(data["shots"]) == 2 * 3 * 2  # rounds, cases, entrants
     again = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, env=environment)
     assert again.stdout == result.stdout  # nothing is measured twice
+
+
+def test_this_build_has_every_option_of_our_entrants() -> None:
+    for entrant in entrants(2):
+        if entrant.engine == "coterie":
+            assert why_absent(entrant, sys.executable) is None
+    unknown = Entrant("ours", "coterie", 8, {"experts": "int8", "elephants": 3})
+    assert why_absent(unknown, sys.executable) == "this build has no elephants"
