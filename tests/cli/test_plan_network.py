@@ -54,6 +54,26 @@ def test_net_shows_a_table_and_takes_measured_links(capsys: pytest.CaptureFixtur
     assert first["dispatch"]["kind"] == "derived"
 
 
+def test_on_cpus_net_counts_this_engines_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "linked.yaml"
+    path.write_text("kind: cpu\nbf16_tops: 15\nint8_tops: 30\nmemory_gb: 500\nmemory_gbps: 300\n"
+                    "scaleup_gbps: 60\ndomain: 4\n")  # fmt: skip
+    net = ("net", "r1", "--hw", str(path), "-n", "4", "--weights", "int8")
+
+    def sent(*more: str) -> tuple[float, float]:
+        first = next(way for way in answer(capsys, *net, *more)["ways"] if way["form"] == "rank")
+        seconds = [first[name]["value"] - 0.8e-6 for name in ("dispatch_ideal", "combine_ideal")]
+        return seconds[0] * 60e9, seconds[1] * 60e9
+
+    hidden = 7168
+    out, back = sent()
+    assert back == pytest.approx(sent("--exchange-dtype", "bfloat16")[1] * 2)
+    assert out == pytest.approx(sent("--weights", "bf16")[0] * 1.125 / 4)
+    assert back == pytest.approx(128 * 8 * hidden * 4 * 3 / 4, rel=0.2)  # with the busiest rank's share
+    assert sent("--dispatch", "bf16")[1] < back / 2  # sums of rows return there
+    assert "this engine" in fails(capsys, "net", "r1", "--hw", "h100", "-n", "8", "--exchange-dtype", "bfloat16")
+
+
 def test_a_device_without_links_says_so_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "net", "r1", "--hw", "v6e", "-n", "512", "--ep", "512")
     assert any("network" in way.get("refused", "") for way in found["ways"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,61 @@ def test_an_engine_with_measurements_narrows_the_interval(capsys: pytest.Capture
     assert known["prefill"]["seconds"]["p90"] / known["prefill"]["seconds"]["value"] > width(known)
     assert run(["plan", "step", *H200, "--engine", "no-engine"]) == 1
     assert "there are of" in capsys.readouterr().err
+
+
+SERVER = "cpu:channels=12,mts=8800,cores=128,ghz=2.0,isa=amx,sockets=1"
+
+
+def test_limits_are_those_of_its_own_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """B_SLO is the largest batch whose step keeps the time, by asking for that batch and one more."""
+    lite = ("DeepSeek-V2-Lite", "--hardware", "8592+", "--weights", "int8", "--context", "1024")
+    limits = answer(capsys, *lite, "--slo", "200")["limits"]
+    most = round(limits["b_slo"]["value"])
+    assert limits["b_slo"]["p10"] < most < limits["b_slo"]["p90"] and most > 4 and limits["binds"] == "latency"
+    for batch, fits in ((most, True), (most + 1, False)):
+        assert (answer(capsys, *lite, "--batch", str(batch))["tpot"]["value"] <= 0.2) is fits
+    assert limits["alone"]["value"] == answer(capsys, *lite)["tpot"]["value"]
+    assert run(["plan", "memory", *lite[:-2], "--isl", "1023", "--osl", "2", "--json"]) == 0
+    assert limits["b_cap"] == json.loads(capsys.readouterr().out)["b_cap"]
+
+
+def test_a_slow_device_is_told_how_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "step", "DeepSeek-R1", "--hardware", "9654", "--memory-gb", "1500", "--slo", "5"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"B_SLO 0: one stream takes \d+ ms a token, more than 5 ms \(--slo\)", text)
+    assert "no request is fast enough" not in text
+    assert run(["plan", "step", "DeepSeek-R1", "--hardware", "6454s"]) == 0
+    assert "B_cap 0" in capsys.readouterr().out
+
+
+def test_the_papers_limits_say_on_a_cpu_that_they_read_every_expert(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, status in ((("DeepSeek-V2-Lite", "--slo", "2000"), 0), (("DeepSeek-V2-Lite", "--slo", "1"), 1)):
+        assert run(["plan", "limits", *arguments, "--hardware", "8592+"]) == status
+        found = capsys.readouterr()
+        assert "the paper's form reads every expert" in found.out + found.err
+    assert run(["plan", "limits", "DeepSeek-R1", "--hardware", "h200", "-n", "8"]) == 0
+    assert "the paper's form" not in capsys.readouterr().out
+
+
+def test_other_engines_on_cpus_are_the_fits_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-R1 on a Xeon 6980P: 7.01 and 7.52 tokens/s were measured of ik_llama.cpp with 8-bit weights."""
+    r1 = ("DeepSeek-R1", "--weights", "int8", "--context", "64", "--hardware")
+    found = answer(capsys, *r1, "6980p", "--engine", "ik_llama.cpp")
+    assert found["tpot"]["p10"] < 1 / 7.25 < found["tpot"]["p90"] and "ik_llama.cpp on CPUs" in found["decode"]["how"]
+    assert found["tpot"]["value"] == pytest.approx(1 / 7.25, rel=0.35)
+    described = answer(capsys, *r1, SERVER, "--engine", "ik_llama.cpp")["tpot"]
+    assert described["value"] == pytest.approx(found["tpot"]["value"], rel=0.3) and "EXTRAPOLATED" in described["flags"]
+    two = answer(capsys, *r1, SERVER.replace("sockets=1", "sockets=2"), "--engine", "ik_llama.cpp")["tpot"]["value"]
+    assert described["value"] / 2 < two < described["value"]
+    for engine, words in (("no-engine", "there are of ik_llama.cpp"), ("ktransformers", "there are of ik_llama.cpp")):
+        assert run(["plan", "step", *r1, "6980p", "--engine", engine]) == 1
+        assert words in capsys.readouterr().err
+    assert run(["plan", "step", *r1, "6980p", "-n", "2", "--engine", "llama.cpp"]) == 1
+    assert "work as one" in capsys.readouterr().err
+    assert run(["plan", "step", *r1, SERVER.replace("amx", "avx512"), "--engine", "sglang-cpu"]) == 1
+    assert "AMX" in capsys.readouterr().err
+    assert run(["plan", "search", *r1[:3], "--hardware", "6980p", "--engine", "llama.cpp"]) == 1
+    assert "times are those of this engine" in capsys.readouterr().err
 
 
 @pytest.mark.slow

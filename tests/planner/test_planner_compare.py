@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coterie.planner.compare import NAMES, Ask, Clock, Side, compare, largest_batch, ratio, scaled
+from coterie.planner.batch import largest_batch
+from coterie.planner.compare import NAMES, Ask, Clock, Side, compare, ratio, scaled
 from coterie.planner.devices import device
 from coterie.planner.layout import Wish, choose
 from coterie.planner.memory import Load
@@ -55,10 +56,10 @@ def test_columns_answer_the_same_names_and_ratios_follow() -> None:
 
 def test_the_batch_in_time_is_the_largest() -> None:
     clock = Clock(side("v3"), Ask())
-    batch = largest_batch(clock, 0.05, 100_000)
+    batch = largest_batch(clock.seconds, 0.05, 100_000)
     assert clock.seconds(batch) <= 0.05 < clock.seconds(batch + 1)
-    assert largest_batch(clock, 0.05, 7) == 7
-    assert largest_batch(clock, 1e-6, 7) == 0
+    assert largest_batch(clock.seconds, 0.05, 7) == 7
+    assert largest_batch(clock.seconds, 1e-6, 7) == 0
 
 
 def test_the_clock_is_the_fits_with_its_interval() -> None:

@@ -9,14 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.comm.travel import Travel
+from coterie.kernels.native import NativeKernels
 from coterie.planner.cost import Efficiency, decode_step, mixed_step, prefill_step, price
-from coterie.planner.layout import WEIGHT_BYTES, Layout
+from coterie.planner.layout import WEIGHT_BYTES, Layout, WeightName
 from coterie.planner.memory import cache_row_bytes
-from coterie.planner.network import Exchange
+from coterie.planner.network import Exchange, all_to_all
 from coterie.planner.ops import Op, Point, expected_hit, step_ops
+from coterie.planner.own import EXPERTS
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec, MoESpec
+from coterie.spec.parallel import ExchangeDtype
+from coterie.spec.weights import MatrixSpec, QuantPlan
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 V3 = ModelSpec.from_hf(CONFIGS / "deepseek-v3.json")
@@ -113,6 +118,30 @@ def test_a_mixed_step_costs_at_most_both_and_at_least_either() -> None:
     decode, prefill = decode_step(V3, H200, WIDE, POINT), prefill_step(V3, H200, WIDE, prompt)
     both = mixed_step(V3, H200, WIDE, (POINT, prompt))
     assert max(decode.seconds, prefill.seconds) <= both.seconds <= decode.seconds + prefill.seconds
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "fp4", "int8", "int4"])
+@pytest.mark.parametrize("exchange", ["float32", "bfloat16"])
+def test_our_exchange_counts_the_bytes_that_our_engine_sends(weights: WeightName, exchange: ExchangeDtype) -> None:
+    """A row once to each rank with one of its experts, in the bytes of the engine's own Travel; each output back."""
+    hidden, top_k, ranks = V3.hidden_size, 8, 4
+    layout = Layout(devices=ranks, tp=1, dp=ranks, ep=ranks, weights=weights, exchange=exchange)
+    message = find(V3, layout, "all-to-all", Point(batch=32, context=64)).message
+    assert message is not None
+    form = QuantPlan().format(EXPERTS[weights])  # type: ignore[arg-type]
+    assert form is not None
+    kernels = NativeKernels(1, "generic")
+    gate_up, _ = kernels.allocate(1, MatrixSpec(64, hidden, form, 2), MatrixSpec(hidden, 32, form))
+    travel = Travel(kernels, gate_up, rounded=exchange == "bfloat16")
+    sent = all_to_all(message, replace(H200, domain=ranks))
+    rows, out, back = 8, travel.out_bytes(hidden), travel.back_bytes(hidden)
+    assert sent.up_bytes == pytest.approx(rows * message.distinct(ranks) * (ranks - 1) / ranks * out, rel=1e-3)
+    assert sent.back_up_bytes == pytest.approx(rows * top_k * (ranks - 1) / ranks * back)
+    tiles = find(V3, replace(layout, tiles=True), "all-to-all", Point(batch=32, context=64)).message
+    assert tiles is not None and tiles.bytes_out == (2.0 if weights == "bf16" else message.bytes_out)
+    group = replace(layout, tp=ranks, dp=1)  # the ranks of one group exchange too, a share of its rows each
+    shared = find(V3, group, "all-to-all", Point(batch=32, context=64)).message
+    assert shared is not None and shared.tokens_per_rank == 8
 
 
 def test_overlap_is_the_longer_of_both_computations_and_of_one_with_its_exchange() -> None:

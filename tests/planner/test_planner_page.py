@@ -99,6 +99,17 @@ def test_only_this_machine_is_answered_and_nothing_else_is_served(port: int) -> 
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
 
 
+def test_a_request_that_is_none_is_refused_in_a_line(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    many = "/answer?" + "&".join(f"a{number}=1" for number in range(41))
+    for path, host in (("/", "[::1"), (many, "localhost"), ("http://[::1/", "localhost")):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as stream:
+            stream.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            head, _, body = stream.makefile("rb").read().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 "), (path, host, head)
+        assert body.startswith(b"this is no request for this page: ") and b"\n" not in body
+    assert get(port, "/")[0] == 200 and capfd.readouterr().err == ""
+
+
 def test_the_page_names_no_other_host(port: int) -> None:
     for path in ("/", "/page.js"):
         text = get(port, path)[2].decode()

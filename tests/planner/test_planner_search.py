@@ -10,9 +10,10 @@ from coterie.planner.deploy import deploy
 from coterie.planner.devices import device
 from coterie.planner.goodput import serve
 from coterie.planner.known import known_of
-from coterie.planner.layout import Layout
+from coterie.planner.layout import Layout, Wish, choose
 from coterie.planner.memory import budget
 from coterie.planner.models import model
+from coterie.planner.own import serve_command
 from coterie.planner.search import Busy, Instance, Search, find, front, instance_layouts, within
 from coterie.planner.skew import Skew
 from coterie.planner.workload import Slo, Workload, draw
@@ -131,21 +132,73 @@ def test_the_launch_command_starts_what_was_found() -> None:
     assert reason(FOUND.safe, FOUND, ASKED).startswith("most tokens a second") and "x (tp" in describe(FOUND.safe)
 
 
-def test_on_a_cpu_the_command_is_this_engines_and_its_flags_exist() -> None:
-    import click
+LINKED = replace(device("8592+"), scaleup_gbps=60.0, domain=4)
 
+
+@pytest.mark.parametrize(
+    ("name", "count", "wish", "formats"),
+    [
+        ("DeepSeek-V2-Lite", 1, Wish(weights="int8"), ("int8", "int8", "bfloat16", "float32")),
+        ("DeepSeek-V2-Lite", 4, Wish(weights="int4", attention="bf16", kv="int8"), ("int4", "bf16", "int8", "float32")),
+        ("Qwen3-30B-A3B", 2, Wish(weights="fp4", attention="int4", exchange="bfloat16"),
+         ("mxfp4", "int4", "bfloat16", "bfloat16")),
+        ("Qwen3-30B-A3B", 2, Wish(weights="fp8", attention="int8"), ("fp8", "int8", "bfloat16", "float32")),
+        ("Llama-3.1-8B", 2, Wish(), ("bf16", "bf16", "bfloat16", "float32")),
+        ("DeepSeek-R1", 4, Wish(), ("auto", "auto", "bfloat16", "float32")),  # fp8 as the files have it
+    ],
+)  # fmt: skip
+def test_on_a_cpu_the_command_starts_the_layout_that_was_planned(
+    name: str, count: int, wish: Wish, formats: tuple[str, ...]
+) -> None:
+    from coterie.cli.common import engine_config
+    from coterie.cli.parallel import parallel_config
     from coterie.cli.serve import serve
 
+    spec = model(name)[1]
+    like = replace(choose(spec, LINKED, count, wish), redundant=0)
+    asked = Search(model=spec, hardware=LINKED, like=like, slo=Slo(), placement="balanced", overlap=True)
+    found = find(asked)
+    for chosen in {each.layout: each for each in (found.candidates[-1], found.safe) if each}.values():
+        layout = chosen.layout
+        (command,) = launch(chosen, "folder", asked)
+        words = command.split()
+        assert words[:3] == ["coterie", "serve", "folder"] and chosen.prefill is None
+        values = serve.make_context("serve", words[2:]).params
+        config, parallel = engine_config(values), parallel_config(values)
+        placement = parallel.placement(spec)
+        held = config.quant
+        assert (held.experts, held.attention, config.kv_cache_dtype, config.exchange_dtype) == formats
+        assert held.head == "bf16" and config.chunked_prefill_size == chosen.chunk
+        assert config.max_running_requests * layout.dp >= chosen.batch
+        assert (parallel.num_ranks, parallel.tp) == (layout.devices, layout.tp)
+        assert (parallel.rebalance_steps > 0) == (layout.ep > 1)
+        assert (parallel.overlap == "on") == (layout.dp > 1 and layout.ep > 1)
+        if any(spec.moe_layers()):
+            assert placement.num_slots == next(spec.moe_layers())[1].num_experts + layout.redundant
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (Wish(weights="fp4"), "attention in bf16, int8, int4 or as the files have it, not in fp4"),
+        (Wish(weights="fp8"), "not in fp8"),
+        (Wish(kv="fp8"), "cache is in bf16 or int8"),
+    ],
+)
+def test_what_this_engine_lacks_is_refused_on_a_cpu(wish: Wish, words: str) -> None:
     lite = model("DeepSeek-V2-Lite")[1]
-    asked = Search(model=lite, hardware=device("8592+"), like=Layout(devices=1, tp=1, dp=1, ep=1, weights="int8"),
-                   slo=Slo())  # fmt: skip
-    chosen = find(asked).safe
-    assert chosen is not None
-    (command,) = launch(chosen, "lite", asked)
-    words = command.split()
-    assert words[:3] == ["coterie", "serve", "lite"]
-    known = {name for option in serve.params if isinstance(option, click.Option) for name in option.opts}
-    assert {word for word in words if word.startswith("--")} <= known
+    asked = Search(model=lite, hardware=LINKED, like=choose(lite, LINKED, 1, wish), slo=Slo())
+    with pytest.raises(SpecError, match=words):
+        find(asked)
+    with pytest.raises(SpecError, match="drafts no tokens"):
+        find(replace(asked, like=choose(lite, LINKED, 1), draft=1))
+
+
+def test_several_machines_are_started_by_torchrun() -> None:
+    lite = model("DeepSeek-V2-Lite")[1]
+    far = replace(LINKED, network_gbps=12.5, domain=2)
+    words = serve_command(choose(lite, far, 4, Wish(weights="int8")), lite, far, "folder")
+    assert words[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "2"] and "--ep" not in words
 
 
 def test_redundant_experts_are_those_that_divide() -> None:
@@ -173,7 +226,8 @@ def test_the_closed_form_of_a_candidate_is_what_the_simulation_gives(layout: Lay
 def test_layouts_that_the_links_do_not_allow_are_left_out() -> None:
     """Sockets without links between devices: each serves for itself; experts over both would need links."""
     lite = model("DeepSeek-V2-Lite")[1]
-    asked = Search(model=lite, hardware=device("8592+"), like=Layout(devices=2, tp=1, dp=2, ep=2), slo=Slo())
+    asked = Search(model=lite, hardware=device("8592+"), slo=Slo(),
+                   like=Layout(devices=2, tp=1, dp=2, ep=2, weights="int8"))  # fmt: skip
     assert {(each.instances, each.layout.devices) for each in find(asked).candidates} == {(2, 1)}
     with pytest.raises(SpecError, match="links"):
         find(replace(asked, fixed=(("ep", 2),)))

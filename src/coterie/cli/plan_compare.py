@@ -91,7 +91,8 @@ def side(text: str, values: dict[str, Any]) -> Side:
     if values["memory_gb"] is not None:
         hardware = replace(hardware, memory_gb=values["memory_gb"])
     devices = own.pop("n", values["devices"])
-    wishes = {name: values[name] for name in ("tp", "dp", "ep", "redundant", "weights", "attention", "kv", "mtp")}
+    wishes = {name: values[name] for name in ("tp", "dp", "ep", "redundant", "weights", "attention", "kv", "mtp",
+                                           "exchange")}  # fmt: skip
     given: dict[str, Any] = {name: None if value == "auto" else value for name, value in {**wishes, **own}.items()}
     given["weights"] = given["weights"] or stored
     return Side(found, spec, hardware, choose(spec, hardware, devices, Wish(**given)), measured)

@@ -12,6 +12,7 @@ from coterie.cli.plan_output import number, show_json, table
 from coterie.cli.ranges import FiniteRange
 from coterie.planner.limits import Limits, Terms, paper_limits
 from coterie.planner.quantity import sure
+from coterie.spec.errors import SpecError
 
 
 @click.command()
@@ -55,7 +56,12 @@ def limits(
     what they leave out.
     """
     terms = Terms(slo=slo / 1e3, utilisation=utilisation, gamma=gamma)
-    found = {length: at(asked, length, terms, skew) for length in sorted(set(context))}
+    try:
+        found = {length: at(asked, length, terms, skew) for length in sorted(set(context))}
+    except SpecError as error:
+        if asked.hardware.kind == "cpu" and any(asked.model.moe_layers()):
+            raise SpecError(f"{error}; {PAPER_FORM}") from error
+        raise
     if asked.as_json:
         show_json(document(asked, found, skew))
         return
@@ -63,6 +69,12 @@ def limits(
     rows = [row(length, *pair) for length, pair in found.items()]
     click.echo(table(["context", "B_RP", "B_cap", "B_SLO", "batch", "token", "gamma", "binds", "reaches B_RP"], rows))
     click.echo("\n" + "\n".join(explain(asked, next(iter(found.values()))[0])))
+
+
+PAPER_FORM = (
+    "the paper's form reads every expert in each step, at full rates: at a CPU's small batches a step reads far fewer "
+    "(`plan step` has the limits of its own step)"
+)
 
 
 def at(asked: Asked, length: int, terms: Terms, skew: str | None) -> tuple[Limits, float]:
@@ -99,9 +111,11 @@ def row(length: int, result: Limits, gamma: float) -> list[str]:
 
 def explain(asked: Asked, result: Limits) -> list[str]:
     """What the numbers are made of."""
+    coarse = [PAPER_FORM] if asked.hardware.kind == "cpu" and any(asked.model.moe_layers()) else []
     bound = "compute" if result.intensity.value > result.ridge.value else "memory"
     experts = f", experts from {result.b_moe.value:,.0f}" if result.b_moe.value else ""
     return [
+        *coarse,
         f"products are compute-bound from B_RP requests on: attention's projections from {result.b_attn.value:,.0f}"
         f"{experts}",
         f"attention in decode does {result.intensity.value:.1f} operations a byte of cache, the device's ridge is "

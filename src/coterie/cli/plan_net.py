@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -13,6 +13,7 @@ from coterie.cli.ranges import FiniteRange
 from coterie.planner.cost import prior
 from coterie.planner.imbalance import gamma
 from coterie.planner.network import FORMS, FP8_ROW, PAPER, Exchange, Form, busiest_pair, ranks_per_domain
+from coterie.planner.ops import own_bytes
 from coterie.planner.quantity import Kind, sure
 from coterie.planner.skew import FORMS as SKEWS
 from coterie.planner.skew import Skew
@@ -38,22 +39,19 @@ BYTES = {"bf16": 2.0, "fp8": FP8_ROW}
 @click.option(
     "--dispatch",
     type=click.Choice(tuple(BYTES)),
-    default="bf16",
-    show_default=True,
-    help="Format of dispatched rows; combined ones are bf16.",
+    help="Format of dispatched rows; combined ones are bf16. [default: bf16; on CPUs this engine's both ways]",
 )
 @click.option(
     "--form",
     type=click.Choice(FORMS),
-    default="copies",
-    show_default=True,
-    help="How often a row is sent in the what-if topologies: to each expert, rank or node.",
+    help="How often a row is sent in the what-if topologies: to each expert, rank or node. [default: copies; on CPUs "
+    "rank, this engine's]",
 )
 @click.option("--alpha-us", type=FiniteRange(0, 1e6), help="Seconds of an exchange beside its bytes, in us.")
 @click.option("--share", type=FiniteRange(0, 1, min_open=True), help="Share of the links' rate that is reached.")
 def net(
-    asked: Asked, tokens: float, skew: str, placement: Any, dispatch: str, form: Form, alpha_us: float | None,
-    share: float | None,
+    asked: Asked, tokens: float, skew: str, placement: Any, dispatch: str | None, form: Form | None,
+    alpha_us: float | None, share: float | None,
 ) -> None:  # fmt: skip
     """Time of an expert exchange by topology and form.
 
@@ -64,8 +62,11 @@ def net(
     if ranks < 2:
         raise SpecError("an exchange needs at least two expert-parallel ranks: give -n or --ep")
     found = gamma(Skew.parse(skew), asked.model, max(tokens * ranks, 1), ranks, placement, asked.layout.redundant)
+    rows = rows_of(asked, dispatch)
+    form = form or ("copies" if rows.reduced else "rank")
     sent = replace(
-        Exchange.of(asked.model, tokens, ranks, form=form), gamma=max(found.rank, 1.0), bytes_out=BYTES[dispatch]
+        Exchange.of(asked.model, tokens, ranks, form=form), gamma=max(found.rank, 1.0), bytes_out=rows.out,
+        bytes_back=rows.back, reduced=rows.reduced,
     )  # fmt: skip
     nodes = found.node(ranks // ranks_per_domain(ranks, asked.hardware))
     sent = replace(sent, gamma_pair=busiest_pair(sent), gamma_node=max(nodes, 1.0))
@@ -77,7 +78,7 @@ def net(
     ideal, soft = ways(sent, asked.hardware, PAPER), ways(sent, asked.hardware, expected)
     given = alpha_us is not None and share is not None
     if asked.as_json:
-        question = asked.question(tokens=tokens, skew=skew, placement=placement, dispatch=dispatch, form=form)
+        question = asked.question(tokens=tokens, skew=skew, placement=placement, dispatch=rows.words, form=form)
         gammas = {"gamma": sure(found.rank, "ratio", "gamma-rank", "assumed")}
         links = [_json(one, other, "derived" if given else "assumed")
                  for one, other in zip(ideal, soft, strict=True)]  # fmt: skip
@@ -89,7 +90,7 @@ def net(
         show_json({"asked": question, **gammas, "ways": links, "published": measured})
         return
     click.echo(
-        f"{asked.title()}\n{tokens:g} tokens a rank, {dispatch} out and bf16 back; busiest rank {found.rank:.3f} of "
+        f"{asked.title()}\n{tokens:g} tokens a rank, {rows.words}; busiest rank {found.rank:.3f} of "
         f"the mean ({skew}, placed {placement})\n"
     )
     headers = [
@@ -99,10 +100,30 @@ def net(
     click.echo(table(headers, [_row(one, other) for one, other in zip(ideal, soft, strict=True)]))
     for why in dict.fromkeys(way.why for way in ideal if way.why):
         click.echo(f"\n-: {why}")
-    rows = [[row.hardware, row.what, row.precision, number(row.seconds, "s")] for row in published(sent)]
-    if rows:
-        click.echo(f"\n{table(['measured by others, the same rows', 'kernels', 'format', 'time'], rows)}")
+    others = [[row.hardware, row.what, row.precision, number(row.seconds, "s")] for row in published(sent)]
+    if others:
+        click.echo(f"\n{table(['measured by others, the same rows', 'kernels', 'format', 'time'], others)}")
     click.echo("\n* as the device is. The others are what its links would give as another topology over all ranks.")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What travels: bytes of a value out and back, the same in words, and whether sums return for rows sent once."""
+
+    out: float
+    back: float
+    words: str
+    reduced: bool
+
+
+def rows_of(asked: Asked, dispatch: str | None) -> Rows:
+    """The rows of a format; on CPUs, unless one is asked for, those of this engine."""
+    if dispatch is not None or asked.layout.exchange is None:
+        name = dispatch or "bf16"
+        return Rows(BYTES[name], 2.0, f"{name} out and bf16 back", reduced=True)
+    out, back = own_bytes(asked.layout)
+    words = f"{out:g} bytes a value out and {back:g} back, as this engine sends them"
+    return Rows(out, back, words, reduced=False)
 
 
 TIMES = {"copies": "per expert", "rank": "per rank", "node": "per node"}

@@ -26,6 +26,7 @@ from coterie.planner.models import model as find_model
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
+from coterie.spec.parallel import ExchangeDtype
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 COUNT = click.IntRange(1, 65536)
@@ -57,6 +58,7 @@ class Asked:
         parts += [f"weights {layout.weights}"]
         parts += [f"attention {layout.attention}"] if layout.attention else []
         parts += [f"cache {layout.kv}"] + (["with MTP"] if layout.mtp else [])
+        parts += [f"outputs back as {layout.exchange}"] if layout.exchange and layout.devices > 1 else []
         return f"{self.name} on {layout.devices} x {self.hardware.name}: {', '.join(parts)}"
 
 
@@ -82,6 +84,8 @@ LAYOUT_OPTIONS: tuple[Decorator, ...] = (
                  help="Format of the attention projections; auto is that of --weights."),
     click.option("--kv", type=click.Choice(get_args(CacheName)), default="bf16", show_default=True,
                  help="Format of the cache; fp8-scaled is FlashMLA's with scales and 16-bit rope."),
+    click.option("--exchange-dtype", "exchange", type=click.Choice(get_args(ExchangeDtype)),
+                 help="On CPUs, as `coterie serve` has it: in which experts' outputs come back. [default: float32]"),
     click.option("--mtp", is_flag=True, help="Load the multi-token-prediction block."),
     click.option("--json", "as_json", is_flag=True, help="Print every number with interval, unit, kind and formula."),
     debug_option,
@@ -159,7 +163,7 @@ def ask(values: dict[str, Any]) -> Asked:
     return Asked(name, model, hardware, layout, values.pop("as_json"), measured)
 
 
-_WISHES = ("tp", "dp", "ep", "redundant", "weights", "attention", "kv", "mtp")
+_WISHES = ("tp", "dp", "ep", "redundant", "weights", "attention", "kv", "mtp", "exchange")
 
 
 def _given(value: Any) -> Any:

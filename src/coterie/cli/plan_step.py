@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from coterie.cli.plan_options import TOKENS, Asked, plan_options
 from coterie.cli.plan_output import number, say, show_json, table
 from coterie.cli.ranges import FiniteRange
-from coterie.planner.cost import Efficiency, StepCost, mixed_step, prior
-from coterie.planner.limits import Limits, paper_limits
+from coterie.planner.batch import MOST, BatchLimits, batch_limits
+from coterie.planner.cost import Efficiency, OpCost, StepCost, mixed_step, prior
+from coterie.planner.memory import Load
 from coterie.planner.ops import Point, requests_per_group
 from coterie.planner.quantity import Flag, Kind, Quantity
-from coterie.spec.errors import SpecError
+from coterie.spec.hardware import HardwareSpec
 
 MEASURED_SPREAD = (1.2, 1.3)
 """Of decode and prefill on a machine that was calibrated: `benchmarks/plan_vs_engine.py`."""
 PRIOR_SPREAD = (1.8, 2.0)
 """Of a CPU server that was not calibrated: published CPU rows lie about so far apart at equal rates."""
-INTERVAL: tuple[Literal["tpot", "ttft"], ...] = ("tpot", "ttft")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is known of steps: efficiencies on a device (another engine's view of a CPU has its own rates), half-width
+    of the interval, what a stream costs beyond its operations, flags, and whence in words."""
+
+    efficiency: Efficiency
+    hardware: HardwareSpec
+    spread: float
+    flags: tuple[Flag, ...]
+    how: str
+    streams: Callable[[float], OpCost] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A step with the factor of its interval, and what to know of it."""
+    """A step with the factor of its interval, and what to know of it. at: the same step with another point."""
 
     cost: StepCost
     spread: float
     kind: Kind
     flags: tuple[Flag, ...]
     how: str
+    at: Callable[[Point], StepCost]
 
     def quantity(self, seconds: float, formula: str) -> Quantity:
         """A time of this step with its interval."""
@@ -40,13 +55,14 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Both steps and the limits, or the refusal that says why there are none."""
+    """Both steps and the limits of the batch for `slo` seconds a token."""
 
     decode: Phase
     prefill: Phase
-    limits: Limits | SpecError
+    limits: BatchLimits
     point: Point
     prompt: Point
+    slo: float
 
 
 @click.command()
@@ -55,8 +71,17 @@ class Answer:
 @click.option("--context", type=TOKENS, default=4096, show_default=True, help="Tokens in the cache of each.")
 @click.option("--prompt", type=TOKENS, default=1024, show_default=True, help="Tokens of the prompt of the prefill.")
 @click.option("--past", type=click.IntRange(0), default=0, show_default=True, help="Tokens cached before the prompt.")
+@click.option(
+    "--slo",
+    type=FiniteRange(0, 3.6e6, min_open=True),
+    default=50.0,
+    show_default=True,
+    help="Milliseconds that a token may take, for the limit of the batch.",
+)
 @click.option("--skew", metavar="SKEW", help="How uneven experts are (see `plan imbalance`). [default: even]")
-@click.option("--engine", help="Take the efficiencies fitted for this engine. [default: of none in particular]")
+@click.option(
+    "--engine", help="Take the efficiencies fitted for this engine. [default: of none in particular; on CPUs ours]"
+)
 @click.option("--overlap", is_flag=True, help="Two micro-batches: one computes while the other exchanges.")
 @click.option("--draft", type=click.IntRange(0, 16), default=0, show_default=True, help="Tokens drafted a step.")
 @click.option("--accept", type=FiniteRange(0, 1), default=0.85, show_default=True,
@@ -76,55 +101,87 @@ def step(asked: Asked, **values: Any) -> None:
     click.echo(f"decode, {batch:,} requests with {length:,} tokens each\n{ops_table(answer.decode.cost)}")
     click.echo("\n" + "\n".join(decode_lines(answer)))
     click.echo(f"\nprefill, a prompt of {values['prompt']:,} tokens\n{ops_table(answer.prefill.cost)}")
-    click.echo("\n" + "\n".join([*prefill_lines(answer), *limit_lines(answer.limits)]))
+    click.echo("\n" + "\n".join([*prefill_lines(answer), *limit_lines(answer)]))
 
 
 def solve(asked: Asked, values: dict[str, Any]) -> Answer:
-    """Both steps and the limits. Limits that cannot be are kept as the refusal that says why."""
-    layout, model = asked.layout, asked.model
-    layout.check(model)
-    point = Point(batch=values["batch"], context=values["context"], overlap=values["overlap"], draft=values["draft"],
+    """Both steps, and the limits of the batch by the decode step."""
+    asked.layout.check(asked.model)
+    plain = Point(batch=1, context=values["context"], overlap=values["overlap"], draft=values["draft"],
                   accept=values["accept"])  # fmt: skip
+
+    def point_at(batch: int) -> Point:
+        point = replace(plain, batch=batch)
+        return point if values["skew"] is None else skewed(asked, point, values["skew"], batch)
+
     prompt = Point(batch=1, context=values["prompt"], past=values["past"])
     if values["skew"] is not None:
-        point, prompt = (skewed(asked, each, values["skew"], tokens)
-                         for each, tokens in ((point, point.batch), (prompt, prompt.context)))  # fmt: skip
-    decode, prefill = phase(asked, values["engine"], point, None), phase(asked, values["engine"], None, prompt)
-    limits: Limits | SpecError
-    try:
-        limits = paper_limits(model, asked.hardware, layout, values["context"])
-    except SpecError as error:
-        limits = error
-    return Answer(decode, prefill, limits, point, prompt)
+        prompt = skewed(asked, prompt, values["skew"], prompt.context)
+    point = point_at(values["batch"])
+    decode, prefill = (phase(asked, values["engine"], *points) for points in ((point, None), (None, prompt)))
+
+    def token(batch: int) -> Quantity:
+        return decode.quantity(decode.at(point_at(batch)).tpot, "step-tpot")
+
+    load = Load(isl=values["context"] - 1, osl=2)  # so many tokens on average
+    limits = batch_limits((asked.model, asked.hardware, asked.layout), load, token, values["slo"] / 1e3)
+    return Answer(decode, prefill, limits, point, prompt, values["slo"] / 1e3)
 
 
 def phase(asked: Asked, engine: str | None, point: Point | None, prompt: Point | None) -> Phase:
-    """A step by what is known: our engine measured on the machine, engines fitted on accelerators, or a prior."""
-    hw, layout = asked.hardware, asked.layout
-    number = 0 if prompt is None else 1
+    """A step of streams or of a prompt by what is known, at the point given and at others."""
+    layout = asked.layout
 
-    def step_at(efficiency: Efficiency) -> StepCost:
-        return mixed_step(asked.model, hw, layout, (point, prompt), efficiency)
+    def step_at(each: Point, efficiency: Efficiency, hw: HardwareSpec) -> StepCost:
+        points = (each, None) if prompt is None else (None, each)
+        return mixed_step(asked.model, hw, layout, points, efficiency)
 
+    first = prompt or point
+    assert first is not None
+    known = source(asked, engine, lambda *by: step_at(first, *by).seconds, prompt=prompt is not None)
+
+    def at(each: Point) -> StepCost:
+        cost = step_at(each, known.efficiency, known.hardware)
+        if prompt is not None or known.streams is None:
+            return cost
+        return replace(cost, ops=(*cost.ops, known.streams(requests_per_group(each, layout))))
+
+    kind: Kind = "extrapolated" if known.flags else "calibrated"
+    return Phase(at(first), known.spread, kind, known.flags, known.how, at)
+
+
+def source(
+    asked: Asked, engine: str | None, seconds: Callable[[Efficiency, HardwareSpec], float], *, prompt: bool
+) -> Source:
+    """Our engine measured on the machine, an engine fitted on published runs, or a prior. `seconds` prices the step
+    that the interval is for. Raises SpecError for an engine that nothing is known of here."""
+    from coterie.planner.known import check_engine, layout_flags, least_spread
+
+    hw, number = asked.hardware, int(prompt)
+    check_engine(engine, hw, asked.measured)
     if asked.measured is not None:
-        found = step_at(Efficiency(measured=asked.measured, absorbed=True))
         how = f"our engine as measured on this machine: {asked.measured.threads} threads, {asked.measured.isa}"
-        return Phase(found, MEASURED_SPREAD[number], "calibrated", (), how)
-    if hw.kind == "cpu":
+        return Source(Efficiency(measured=asked.measured, absorbed=True), hw, MEASURED_SPREAD[number], (), how)
+    if hw.kind == "cpu" and engine is None:
         how = "efficiencies of CPU servers in general: calibrate on the machine itself"
-        return Phase(step_at(prior(hw)), PRIOR_SPREAD[number], "extrapolated", ("UNCALIBRATED",), how)
-    from coterie.planner.fitted_step import fitted_step
-    from coterie.planner.known import layout_flags, least_spread
+        return Source(prior(hw), hw, PRIOR_SPREAD[number], ("UNCALIBRATED",), how)
+    if hw.kind == "cpu":
+        from coterie.planner.fitted_host import fitted_host
 
-    fit = fitted_step(asked.model, hw, engine, lambda known: step_at(known).seconds, INTERVAL[number])
-    cost = step_at(fit.efficiency)
-    if point is not None:
-        cost = replace(cost, ops=(*cost.ops, fit.streams(requests_per_group(point, layout))))
-    flags, spread = layout_flags(layout, fit.flags), max(fit.spread, least_spread(layout, fit.flags))
-    kind: Kind = "extrapolated" if flags else "calibrated"
+        host = fitted_host(asked.model, hw, asked.layout, str(engine), seconds, prompt=prompt)
+        how = f"efficiencies of {engine} on CPUs, {host.seen} measurements of it{_marked(host.flags)}"
+        return Source(host.efficiency, host.hardware, host.spread, host.flags, how)
+    from coterie.planner.fitted_step import fitted_step
+
+    fit = fitted_step(asked.model, hw, engine, lambda known: seconds(known, hw), "ttft" if prompt else "tpot")
+    flags, spread = layout_flags(asked.layout, fit.flags), max(fit.spread, least_spread(asked.layout, fit.flags))
     name = f"of {engine}" if engine else "of no engine in particular (see --engine)"
-    shown = f": {', '.join(flags)}" if flags else ""
-    return Phase(cost, spread, kind, flags, f"efficiencies {name}, {fit.seen} measurements of its class{shown}")
+    how = f"efficiencies {name}, {fit.seen} measurements of its class{_marked(flags)}"
+    return Source(fit.efficiency, hw, spread, flags, how, fit.streams)
+
+
+def _marked(flags: tuple[Flag, ...]) -> str:
+    return f": {', '.join(flags)}" if flags else ""
 
 
 def skewed(asked: Asked, point: Point, skew: str, tokens: float) -> Point:
@@ -149,12 +206,8 @@ def document(asked: Asked, answer: Answer, values: dict[str, Any]) -> dict[str, 
                for op in found.cost.ops]  # fmt: skip
         seconds = found.quantity(found.cost.seconds, f"{name}-step")
         parts[name] = {"ops": ops, "bound": found.cost.bound, "seconds": seconds, "how": found.how}
-    limits = answer.limits
-    shown = {"refused": str(limits)} if isinstance(limits, SpecError) else {
-        name: getattr(limits, name) for name in ("b_rp", "b_cap", "b_slo", "binds")
-    }  # fmt: skip
     tpot = answer.decode.quantity(answer.decode.cost.tpot, "step-tpot")
-    return {"asked": asked.question(**values), **parts, "tpot": tpot, "limits": shown}
+    return {"asked": asked.question(**values), **parts, "tpot": tpot, "limits": answer.limits}
 
 
 def ops_table(cost: StepCost) -> str:
@@ -184,10 +237,18 @@ def prefill_lines(answer: Answer) -> list[str]:
     return [f"prefill takes {say(seconds)}, {rate:,.0f} tokens/s; most time goes to {found.cost.bound}"]
 
 
-def limit_lines(limits: Limits | SpecError) -> list[str]:
-    """The three limits in the reference paper's form."""
-    if isinstance(limits, SpecError):
-        return [f"limits: {limits}"]
-    shown = ", ".join(f"{name} {number(value.value, '')}" for name, value in
-                      (("B_RP", limits.b_rp), ("B_cap", limits.b_cap), ("B_SLO", limits.b_slo)))  # fmt: skip
-    return [f"limits of the batch at full rates and 50 ms a token: {shown}; {limits.binds} binds (see `plan limits`)"]
+def limit_lines(answer: Answer) -> list[str]:
+    """The three limits of the batch by the decode step and the memory, and which binds."""
+    limits, milliseconds = answer.limits, f"{1e3 * answer.slo:g} ms"
+    lines = [f"limits of the batch, {answer.point.context:,} tokens each: weights are well used from B_RP "
+             f"{number(limits.b_rp.value, '')} on; memory holds B_cap {say(limits.b_cap)}"]  # fmt: skip
+    if limits.b_cap.value < 1:
+        lines[0] += ": nothing is left beside the weights (see `plan memory`)"
+    if limits.b_slo.value < 1:
+        alone = number(limits.alone.value, "s")
+        lines.append(f"B_SLO 0: one stream takes {alone} a token, more than {milliseconds} (--slo)")
+    elif limits.b_slo.value >= MOST:
+        lines.append(f"B_SLO: even {MOST:,} requests keep {milliseconds} a token")
+    else:
+        lines.append(f"{milliseconds} a token (--slo) allow B_SLO {say(limits.b_slo)}; {limits.binds} binds")
+    return lines

@@ -7,6 +7,7 @@ import webbrowser
 import click
 
 from coterie.cli.main import debug_option
+from coterie.cli.plan_options import read_model
 from coterie.planner.page import offer, page_server
 
 
@@ -19,7 +20,7 @@ from coterie.planner.page import offer, page_server
 @debug_option
 def ui(model: str, hardware: str, port: int, opens: bool) -> None:
     """Show a page where model, device, load and limits can be changed and the plan is redrawn."""
-    offered = offer(model, hardware)
+    offered = offer(model, hardware, read_model)
     with page_server(offered, port) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}/"
         click.echo(f"{address} (Ctrl-C ends it)")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from coterie.planner.layout import WEIGHT_BITS, Layout
+from coterie.planner.own import MOVE_STEPS, can_deploy, serve_command
 from coterie.planner.search import Candidate, Found, Instance, Search, apart, together, within
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
@@ -133,6 +134,8 @@ def changes(chosen: Candidate, search: Search) -> list[Change]:
         return []
     found = []
     for text, changed, layout in _variants(chosen, search):
+        if search.hardware.kind == "cpu" and not can_deploy(layout, search.model, search.hardware):
+            continue
         try:
             best = _best(changed, chosen, layout)
         except SpecError:
@@ -167,14 +170,15 @@ def _variants(chosen: Candidate, search: Search) -> Iterator[tuple[str, Search, 
         yield f"{kind} cache", search, replace(layout, kv=kind)  # type: ignore[arg-type]
     if not search.overlap and layout.dp > 1 and layout.ep > 1:
         yield "two micro-batches that overlap", replace(search, overlap=True), layout
-    if not search.draft and search.model.mtp_layers:
+    if not search.draft and search.model.mtp_layers and hardware.kind != "cpu":  # this engine drafts nothing
         yield "one drafted token (multi-token prediction)", replace(search, draft=1), replace(layout, mtp=True)
     if search.skew is not None and layout.ep > 1 and search.placement != "balanced":
         yield "experts placed by load", replace(search, placement="balanced"), layout
         copies = layout.redundant + layout.ep
         more = replace(layout, redundant=copies)
         yield f"experts placed by load, {copies} copies", replace(search, placement="balanced"), more
-    wide = replace(layout, devices=2 * layout.devices, dp=2 * layout.dp, ep=2 * layout.ep if layout.ep > 1 else 1)
+    spread = layout.ep > 1 or (hardware.kind == "cpu" and any(search.model.moe_layers()))
+    wide = replace(layout, devices=2 * layout.devices, dp=2 * layout.dp, ep=2 * layout.ep if spread else 1)
     yield f"instances of {wide.devices} devices ({shape(wide)})", search, wide
     if search.utilisation < 0.95:
         yield "95 % of the memory in use", replace(search, utilisation=0.95), layout
@@ -208,7 +212,8 @@ def sentences(found: Found, search: Search, name: str) -> list[str]:
         lines.append(f"  cost: {cost.per_million:.3g} for a million output tokens")
     if cost.watts:
         lines.append(f"  power: {cost.watts / 1e3:,.3g} kW at rated power, {cost.joules:.3g} J a token")
-    lines += ["start it with", *(f"  {command}" for command in launch(chosen, name, search))]
+    lines.append("start it with" if chosen.instances == 1 else "start each instance with")
+    lines += [f"  {command}" for command in launch(chosen, name, search)]
     tpot, ttft = search.known.spread(chosen.layout)
     lines.append(f"times: {search.known.how}; 80 % intervals TPOT x or / {tpot:.2f}, TTFT x or / {ttft:.2f}")
     if flags := search.known.flags_of(chosen.layout):
@@ -234,17 +239,13 @@ def launch(chosen: Candidate, model: str, search: Search) -> list[str]:
 
 def _own(chosen: Candidate, model: str, search: Search) -> str:
     layout = chosen.layout
-    words = ["coterie", "serve", model]
-    if layout.devices > 1:
-        words += ["--ep", str(layout.ep), "--tp", str(layout.tp), "--dp", str(layout.dp)]
-    if layout.redundant:
-        words += ["--redundant-experts", str(layout.redundant)]
+    words = serve_command(layout, search.model, search.hardware, model)
     words += ["--max-running-requests", str(max(1, -(-chosen.batch // layout.dp)))]
     words += ["--chunked-prefill-size", str(chosen.chunk)]
-    if layout.weights in ("int8", "int4"):
-        words += ["--experts", layout.weights]
-    if layout.kv in ("bf16", "int8"):
-        words += ["--kv-cache-dtype", "bfloat16" if layout.kv == "bf16" else "int8"]
+    if search.placement == "balanced" and layout.ep > 1:
+        words += ["--rebalance-steps", str(MOVE_STEPS)]
+    if search.overlap and layout.dp > 1 and layout.ep > 1:
+        words += ["--overlap", "on"]
     return shlex.join(words)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from coterie.planner.batch import largest_batch
 from coterie.planner.cost import decode_step
 from coterie.planner.known import known_of
 from coterie.planner.layout import Layout
@@ -146,7 +147,7 @@ class Clock:
 def _decode(clock: Clock, ask: Ask, most: int, values: dict[str, Quantity | None]) -> str:
     """Fill what the largest batch in time costs; the reason if there is none."""
     side = clock.side
-    batch = ask.load.batch or largest_batch(clock, ask.slo, most)
+    batch = ask.load.batch or largest_batch(clock.seconds, ask.slo, most)
     if batch < 1:
         alone = clock.seconds(1)
         return f"one request alone takes {alone * 1e3:.3g} ms a token, {ask.slo * 1e3:.3g} ms are allowed"
@@ -165,16 +166,6 @@ def scaled(time: Quantity, factor: float, unit: str, formula: str, *, power: int
     """factor x time, or factor / time with the bounds exchanged."""
     low, value, high = (factor * bound**power for bound in (time.p10, time.value, time.p90)[::power])
     return replace(time, value=value, p10=low, p90=high, unit=unit, formula=formula)
-
-
-def largest_batch(clock: Clock, slo: float, most: int) -> int:
-    """The most requests, up to `most`, with which a token takes no longer than the SLO; 0 if one takes longer. A step
-    never gets faster with more of them, so it is halved."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if clock.seconds(middle) <= slo else (low, middle)
-    return low
 
 
 def ratio(value: Quantity | None, first: Quantity | None) -> float | None:

@@ -7,6 +7,7 @@ work as one. Rates are peaks; what software reaches is `cost.prior`'s, fitted, o
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -86,6 +87,12 @@ class CpuServer:
             bf16_tops=cycles * wide / 1e12, int8_tops=cycles * narrow / 1e12, memory_gb=self.sockets * self.memory_gb,
             memory_gbps=self.memory_gbps, source=f"{self.channels:g} channels x {self.mts:g} MT/s, {self.numa} memory",
         )  # fmt: skip
+
+
+def described(hw: HardwareSpec) -> tuple[int, Isa] | None:
+    """(sockets, instructions) of a server that was described so; None for another device."""
+    found = re.fullmatch(r"CPU server, (\d+) x [\d.e+]+ cores (\w+)", hw.name)
+    return None if found is None else (int(found[1]), found[2])  # type: ignore[return-value]
 
 
 def _number(text: str, name: str, value: str) -> float:

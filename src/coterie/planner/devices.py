@@ -37,7 +37,7 @@ def device(name: str) -> HardwareSpec:
     with near names, or with the wrong field."""
     if name.startswith(PREFIX):
         return CpuServer.parse(name).hardware()
-    if name.endswith((".yaml", ".yml", ".json")) or "/" in name:
+    if is_file(name):
         return read_device(Path(name))
     wanted = _plain(name)
     if not wanted:
@@ -57,6 +57,11 @@ def device(name: str) -> HardwareSpec:
         f"there is no device {name!r}; {'near are' if near else 'possible are'} {', '.join(found)}, or a YAML file of "
         "your own"
     )
+
+
+def is_file(name: str) -> bool:
+    """Whether a device's name is the path of a hardware file."""
+    return not name.startswith(PREFIX) and (name.endswith((".yaml", ".yml", ".json")) or "/" in name)
 
 
 def read_device(path: Path) -> HardwareSpec:

@@ -142,21 +142,26 @@ def room_for_experts(spec: ModelSpec, said: Setup, machine: Machine) -> float:
     return min(1.0, max(0.0, free / max(experts * bytes_of(said.experts), 1.0)))
 
 
+def efficiency(z: Vector, machine: Machine) -> Efficiency:
+    """What an engine reaches of one socket's rates with all of a machine's, at z; the constant of a layer apart."""
+    more = (machine.sockets ** (0.7 + z[3])) if machine.sockets > 1 else 1.0
+    more *= machine.share_threads ** z[4]
+    share = MATRIX_SHARE if machine.matrix else VECTOR_SHARE
+    return Efficiency(
+        eta_m=MEMORY_SHARE * math.exp(z[0]) * more, eta_p=share * math.exp(z[1]) * more,
+        eta_a=ATTENTION_SHARE * math.exp(z[6]) * more, layer_seconds=0.0, step_seconds=0.0,
+    )  # fmt: skip
+
+
 def seconds_form(row: Row, said: Setup, machine: Machine, point: Point) -> Form:
     """Log of the value in the row's unit."""
-    share = MATRIX_SHARE if machine.matrix else VECTOR_SHARE
     own, beside, layers = parts(row, said, machine, point)
     rows, rate = point.batch, row.quantity in ("prefill", "decode", "output", "speed")
     scale = 1.0 if rate else 1e3 if row.unit.lower().startswith("ms") else 1.0
     amount = point.context if row.quantity == "prefill" else rows if row.quantity in ("decode", "output") else 1.0
 
     def form(z: Vector) -> float:
-        more = (machine.sockets ** (0.7 + z[3])) if machine.sockets > 1 else 1.0
-        fewer = machine.share_threads ** z[4]
-        eff = Efficiency(
-            eta_m=MEMORY_SHARE * math.exp(z[0]) * more * fewer, eta_p=share * math.exp(z[1]) * more * fewer,
-            eta_a=ATTENTION_SHARE * math.exp(z[6]) * more * fewer, layer_seconds=0.0, step_seconds=0.0,
-        )  # fmt: skip
+        eff = efficiency(z, machine)
         seconds = price(tuple(own), machine.host, eff).seconds + layers * LAYER_SECONDS * math.exp(z[2])
         if machine.accelerator is not None and beside:
             seconds += price(tuple(beside), machine.accelerator, ACCELERATOR).seconds

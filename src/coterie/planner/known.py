@@ -14,6 +14,7 @@ from coterie.planner.layout import Layout
 from coterie.planner.measured import Measured
 from coterie.planner.ops import Point
 from coterie.planner.quantity import Flag
+from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
 
@@ -71,16 +72,30 @@ def layout_flags(layout: Layout, flags: tuple[Flag, ...]) -> tuple[Flag, ...]:
     return (*flags, "EXTRAPOLATED") if is_wide(layout) and "EXTRAPOLATED" not in flags else flags
 
 
+def check_engine(engine: str | None, hw: HardwareSpec, measured: Measured | None) -> None:
+    """Raise SpecError for an engine where the times are already those of ours, measured on this machine."""
+    if engine is not None and measured is not None:
+        raise SpecError(
+            f"{hw.name} was measured with this engine, so it has no times of {engine!r}: leave --engine out"
+        )
+
+
 def known_of(
     model: ModelSpec, hw: HardwareSpec, layout: Layout, engine: str | None = None, measured: Measured | None = None
 ) -> Known:
     """What is known of a model on a device. `engine`: whose published measurements to use, None for no engine in
     particular. `measured`: our engine on this machine. Raises SpecError for an engine without measurements."""
+    check_engine(engine, hw, measured)
     if measured is not None:
         how = f"our engine as measured on this machine: {measured.threads} threads, {measured.isa}"
         return Known(efficiency=Efficiency(measured=measured, absorbed=True), tpot=MEASURED_TPOT, ttft=MEASURED_TTFT,
                      flags=(), how=how)  # fmt: skip
     if hw.kind not in ("gpu", "npu", "tpu"):
+        if engine is not None:
+            raise SpecError(
+                f"on {hw.name} times are those of this engine, not of {engine!r}: leave --engine out (`plan step` "
+                "knows other engines on CPUs)"
+            )
         return PRIOR
     from coterie.planner.fitted_step import fitted_step
 

@@ -16,6 +16,7 @@ from typing import Literal
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import Fp8BlockQuant, ModelSpec, MoESpec
+from coterie.spec.parallel import ExchangeDtype
 from coterie.spec.stored import StoredScheme
 from coterie.spec.tensor_split import check_tensor_split
 
@@ -31,6 +32,8 @@ WEIGHT_BYTES: dict[WeightName, float] = {
 }
 """Bytes of a value with its scales: fp8 one float32 per 128 x 128 block, fp4 one byte per 16 (NVFP4), int8 and int4
 an f16 per 32 (our engine's)."""
+LEAST_TILES_RIDGE = 128.0
+"""bf16 operations a byte above which a CPU has matrix units: vectors of published sockets do 32 to 76, AMX 234 on."""
 WEIGHT_BITS: dict[WeightName, int] = {"bf16": 16, "fp8": 8, "fp4": 4, "int8": 8, "int4": 16}
 """Operand bits of the product: int4 is read and multiplied in 16 bits (weight only)."""
 
@@ -39,7 +42,9 @@ WEIGHT_BITS: dict[WeightName, int] = {"bf16": 16, "fp8": 8, "fp4": 4, "int8": 8,
 class Layout:
     """Devices and their roles. `redundant`: expert slots beyond one for each expert. `weights` of the experts and of
     everything else that a checkpoint quantises; `attention` of the rest, None for the same. `kv`: format of the cache.
-    `mtp`: whether the multi-token-prediction block is loaded. Raises SpecError for what cannot be."""
+    `mtp`: whether the multi-token-prediction block is loaded. `exchange`: in which our engine's outputs come back from
+    the experts of other ranks, None where other kernels exchange; `tiles`: whether its rows to bf16 experts travel as
+    bf16 (its level with matrix units) and not as float32. Raises SpecError for what cannot be."""
 
     devices: int
     tp: int
@@ -50,6 +55,8 @@ class Layout:
     attention: WeightName | None = None
     kv: CacheName = "bf16"
     mtp: bool = False
+    exchange: ExchangeDtype | None = None
+    tiles: bool = False
 
     def __post_init__(self) -> None:
         for name in ("devices", "tp", "dp", "ep"):
@@ -126,6 +133,7 @@ class Wish:
     attention: WeightName | None = None
     kv: CacheName = "bf16"
     mtp: bool = False
+    exchange: ExchangeDtype | None = None
 
 
 def choose(model: ModelSpec, hardware: HardwareSpec, devices: int, wish: Wish = Wish()) -> Layout:
@@ -134,6 +142,10 @@ def choose(model: ModelSpec, hardware: HardwareSpec, devices: int, wish: Wish = 
     for what cannot be, with what can."""
     if not 1 <= devices <= 65536:
         raise SpecError(f"devices must be from 1 to 65536, not {devices}")
+    if wish.exchange is not None and hardware.kind != "cpu":
+        raise SpecError(
+            f"the format of what comes back is a choice of this engine on CPUs; on {hardware.name} leave it out"
+        )
     tp, dp = wish.tp, wish.dp
     if tp is None:
         tp = max(1, devices // dp) if dp is not None else _widest_tp(model, devices, hardware.domain)
@@ -151,6 +163,8 @@ def choose(model: ModelSpec, hardware: HardwareSpec, devices: int, wish: Wish = 
         attention=wish.attention or (None if wish.weights else projections),
         kv=wish.kv,
         mtp=wish.mtp,
+        exchange=(wish.exchange or "float32") if hardware.kind == "cpu" else None,
+        tiles=hardware.kind == "cpu" and hardware.ridge > LEAST_TILES_RIDGE,
     )
     layout.check(model)
     return layout

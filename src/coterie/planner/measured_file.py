@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from coterie.planner.devices import read_yaml
+from coterie.planner.devices import is_file, read_yaml
 from coterie.planner.measured import Constants, Measured, Share
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
@@ -46,7 +46,7 @@ def read_engine(name: str) -> Measured | None:
 
     Raises SpecError that names the first thing that is wrong.
     """
-    if not (name.endswith((".yaml", ".yml")) or "/" in name):
+    if not is_file(name):
         return None
     values = read_yaml(Path(name)).get(ENGINE)
     if values is None:

@@ -200,7 +200,7 @@ def _mtp(model: ModelSpec, layout: Layout, share: Shares, weights: float, attent
 
 def value_bytes(name: WeightName, hw: HardwareSpec | None = None) -> float:
     """Bytes of a value with its scales; on a CPU those of this engine's packed panels."""
-    form = None if hw is None or hw.kind != "cpu" or name == "fp4" else QuantPlan().format(name)
+    form = None if hw is None or hw.kind != "cpu" else QuantPlan().format("mxfp4" if name == "fp4" else name)
     if form is None:
         return WEIGHT_BYTES[name]
     panel = MatrixSpec(PANEL, 4096, form)

@@ -15,15 +15,17 @@ from typing import Literal
 
 from coterie.planner.layout import WEIGHT_BITS, WEIGHT_BYTES, Layout, WeightName
 from coterie.planner.memory import kv_share, layer_row
-from coterie.planner.network import FP8_ROW, Exchange
+from coterie.planner.network import FP8_ROW, Exchange, Form
 from coterie.spec.counts import attention_counts
 from coterie.spec.errors import SpecError
 from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
-from coterie.spec.weights import PANEL
+from coterie.spec.weights import PANEL, QuantPlan
 
 OpKind = Literal["product", "attention", "values", "exchange", "reduce"]
 ACTIVATION_BYTES = 2.0
 """Bytes of an activation that travels."""
+OWN_GROUP = QuantPlan().group
+"""Inputs that share a factor in the rows that our engine sends."""
 PASSES = 4
 """Times that norms and residual sums of a layer pass a row; each chosen expert adds a copy in and a sum out."""
 
@@ -234,7 +236,7 @@ def moe_ops(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place:
     number, times = place
     hidden, form = model.hidden_size, layout.weights
     yield product("router", number, times, hidden * ffn.num_experts, batch.rows, "bf16")
-    if layout.dp > 1:
+    if layout.dp > 1 or (layout.exchange is not None and layout.ep > 1):
         yield exchange_op(model, ffn, layout, batch, place)
     values = ffn.counts(hidden).routed / ffn.num_experts / layout.moe_tp
     rows = batch.gamma * batch.tokens * ffn.top_k / layout.ep
@@ -263,14 +265,30 @@ def expected_hit(ffn: MoESpec, layout: Layout, tokens: float) -> float:
 def exchange_op(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, place: tuple[int, float]) -> Op:
     """Dispatch and combine: a device sends its share of its group's tokens, in 8 bits with scales where weights have
     no more, and gets them back in 16. With prompts a row goes once to each node, else to each expert (the two kernels
-    of DeepEP's README). Where several ranks share each expert, a row goes to all of them."""
+    of DeepEP's README). Where several ranks share each expert, a row goes to all of them. Our engine's: `own_bytes`, a
+    row once to each rank, an output for each expert back."""
     top_k = ffn.top_k if layout.moe_tp == 1 else min(ffn.top_k * layout.moe_tp, layout.devices)
+    form: Form = "rank" if layout.exchange else "copies" if batch.prefill is None else "node"
+    out, back = FP8_ROW if layout.weights in ("fp8", "fp4") else ACTIVATION_BYTES, ACTIVATION_BYTES
+    if layout.exchange is not None:
+        out, back = own_bytes(layout)
     message = replace(
-        Exchange.of(model, batch.rows / layout.tp, layout.devices, form="copies" if batch.prefill is None else "node"),
-        top_k=top_k, bytes_out=FP8_ROW if layout.weights in ("fp8", "fp4") else ACTIVATION_BYTES,
-        bytes_back=ACTIVATION_BYTES, gamma=batch.gamma,
+        Exchange.of(model, batch.rows / layout.tp, layout.devices, form=form), top_k=top_k, bytes_out=out,
+        bytes_back=back, gamma=batch.gamma, reduced=layout.exchange is None,
     )  # fmt: skip
     return Op(name="all-to-all", kind="exchange", layer=place[0], times=place[1], message=message, ranks=layout.devices)
+
+
+def own_bytes(layout: Layout) -> tuple[float, float]:
+    """Bytes of a value that our engine sends to an expert and that come back (docs/expert-parallel.md, Forms): int8 and
+    a float32 for each group of inputs where weights are integers (MXFP4 is held as such), bf16 where bf16 weights are
+    multiplied in tiles, else float32."""
+    out = 4.0
+    if layout.weights in ("int8", "int4", "fp4"):
+        out = 1 + 4 / OWN_GROUP
+    elif layout.weights == "bf16" and layout.tiles:
+        out = 2.0
+    return out, 2.0 if layout.exchange == "bfloat16" else 4.0
 
 
 # Ends of a step

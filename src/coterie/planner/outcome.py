@@ -129,8 +129,9 @@ def asked(search: Search, model: str, devices: int) -> Mapping[str, Any]:
     """What was asked, as an answer repeats it."""
     slo = {name: (value if value < float("inf") else None)
            for name, value in (("ttft", search.slo.ttft), ("tpot", search.slo.tpot))}  # fmt: skip
+    formats = {name: getattr(search.like, name) for name in ("weights", "attention", "kv", "exchange")}
     return {
-        "model": model, "hardware": search.hardware.name, "devices": devices, "weights": search.like.weights,
-        "kv": search.like.kv, "isl": search.isl, "osl": search.osl, "hit": search.hit, "slo": slo,
-        "utilisation": search.utilisation, "overlap": search.overlap, "draft": search.draft,
+        "model": model, "hardware": search.hardware.name, "devices": devices, **formats, "isl": search.isl,
+        "osl": search.osl, "hit": search.hit, "slo": slo, "utilisation": search.utilisation, "overlap": search.overlap,
+        "draft": search.draft,
     }  # fmt: skip

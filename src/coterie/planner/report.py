@@ -13,9 +13,9 @@ from html import escape
 from typing import Any
 
 from coterie.planner.advice import describe
+from coterie.planner.batch import largest_batch, ridge_batch
 from coterie.planner.draw import Mark, budget_bar, limit_chart, scatter
 from coterie.planner.layout import Layout
-from coterie.planner.limits import Terms, paper_limits
 from coterie.planner.memory import Budget, budget
 from coterie.planner.search import Candidate, Found, Instance, Search
 
@@ -42,26 +42,14 @@ def bar_items(found: Budget) -> list[tuple[str, float, str]]:
 
 
 def limits_of(search: Search, layout: Layout) -> tuple[list[tuple[str, float]], str]:
-    """Batch limits of the whole system by name, and which binds: B_RP as the reference paper has it (Eq. 10, of
-    which neither context nor time is part), B_cap from the itemised memory, B_SLO from the step's cost."""
-    paper = paper_limits(search.model, search.hardware, layout, 1, Terms(slo=3600.0, utilisation=1.0))
-    instance = Instance(search, layout)
-    slo = largest_batch(instance, search.slo.tpot)
-    limits = [("B_RP", paper.b_rp.value), ("B_cap", float(instance.b_cap)), ("B_SLO", slo)]
+    """Batch limits of an instance by name, and which binds: B_RP of the ridge, B_cap of the itemised memory, B_SLO of
+    the step's cost, prompts left out."""
+    instance, tpot = Instance(search, layout), search.slo.tpot
+    slo = math.inf if math.isinf(tpot) else float(largest_batch(lambda b: instance.decode_only(b).tpot, tpot))
+    limits = [
+        ("B_RP", ridge_batch(search.model, search.hardware, layout)), ("B_cap", float(instance.b_cap)), ("B_SLO", slo)
+    ]  # fmt: skip
     return limits, min(limits[1:], key=lambda limit: limit[1])[0]
-
-
-def largest_batch(instance: Instance, tpot: float) -> float:
-    """Streams whose step keeps the time per token, prompts left out, by bisection; 0 where one does not."""
-    if math.isinf(tpot):
-        return math.inf
-    low, high = 0, 1
-    while high < 1 << 24 and instance.decode_only(high).tpot <= tpot:
-        low, high = high, 2 * high
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if instance.decode_only(middle).tpot <= tpot else (low, middle)
-    return float(low)
 
 
 def limits_chart(search: Search, layout: Layout) -> str:

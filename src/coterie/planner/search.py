@@ -18,6 +18,7 @@ from coterie.planner.imbalance import Placement, gamma
 from coterie.planner.known import PRIOR, Known
 from coterie.planner.layout import Layout, divisors, layouts
 from coterie.planner.memory import Load, budget
+from coterie.planner.own import can_deploy, check_formats
 from coterie.planner.skew import Skew
 from coterie.planner.steptime import Setting
 from coterie.planner.workload import Slo
@@ -170,6 +171,8 @@ def instance_layouts(search: Search, devices: int) -> Iterator[Layout]:
             least = max(search.like.redundant, 0)
             least += -(experts + least) % layout.ep if experts else 0
             if layout.redundant != least or layout in seen:
+                continue
+            if search.hardware.kind == "cpu" and not can_deploy(layout, search.model, search.hardware):
                 continue
             seen.add(layout)
             if search.every or search.fixed or sensible(layout, search.model, search.hardware):
@@ -362,9 +365,14 @@ def _pair(search: Search, alone: Candidate, prefill: Instance, sizes: tuple[int,
 def find(search: Search, devices: int | None = None) -> Found:
     """Search all deployments of so many devices (of `like.devices` by default).
 
-    Raises SpecError if the model does not fit the devices in any layout, with the numbers.
+    On CPUs it is this engine that is deployed, so what it lacks is refused. Raises SpecError if the model does not fit
+    the devices in any layout, with the numbers.
     """
     devices = devices or search.like.devices
+    if search.hardware.kind == "cpu":
+        check_formats(search.like, search.model)
+        if search.draft:
+            raise SpecError("this engine drafts no tokens: leave --draft out on CPUs")
     candidates: list[Candidate] = []
     whole: list[Instance] = []
     refused: SpecError | None = None
@@ -379,7 +387,7 @@ def find(search: Search, devices: int | None = None) -> Found:
             candidates += points if allowed(search, instance.layout) else []
     if not candidates:
         raise refused or SpecError(nothing_fits(search, devices))
-    if search.apart:
+    if search.apart and search.hardware.kind != "cpu":  # this engine's instances compute their prompts
         prefills = best_prefills(search, whole)
         for prefill in prefills:
             for decode in whole:

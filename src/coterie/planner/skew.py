@@ -148,7 +148,7 @@ def read_counts(path: Path) -> tuple[Floats, float]:
         counts = np.asarray(data, np.float64)
     except OSError as error:
         raise SpecError(f"{error.strerror}: {path}") from error
-    except (ValueError, KeyError, TypeError, EOFError) as error:
+    except (ValueError, KeyError, TypeError, EOFError, csv.Error, OverflowError, RecursionError, MemoryError) as error:
         raise SpecError(f"{path} holds no table of counts [layers, experts]: {error}") from error
     if not 0 <= drift <= 10:
         raise SpecError(f"the drift in {path} must be from 0 to 10, not {drift}")

@@ -117,14 +117,18 @@ def read_trace(file: str | Path) -> Requests:
     Raises SpecError with the line that cannot be read, OSError if the file cannot.
     """
     rows = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{file} is no text in UTF-8: {error}") from None
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             isl, osl = int(row["isl"]), int(row["osl"])
             values = (float(row["arrival"]), isl, osl, min(int(row.get("cached", 0)), isl - 1))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise SpecError(f"line {number} of {file} is not an object with arrival, isl and osl: {error}") from None
         if not (0 <= values[0] < 1e12 and 1 <= isl <= MAX_TOKENS and 1 <= osl <= MAX_TOKENS and values[3] >= 0):
             raise SpecError(f"line {number} of {file} has a time or a length that cannot be: {line.strip()[:100]}")
