@@ -50,10 +50,13 @@ class BufferPool:
 
     def lease(self, nbytes: int) -> Lease:
         """A buffer of at least `nbytes`, the smallest free one that fits."""
-        fitting = [index for index, buffer in enumerate(self._free) if len(buffer) >= nbytes]
         self.lent += 1
-        if fitting:
-            return Lease(self, self._free.pop(min(fitting, key=lambda index: len(self._free[index]))))
+        best, room = -1, 0
+        for index, buffer in enumerate(self._free):
+            if nbytes <= buffer.nbytes and (best < 0 or buffer.nbytes < room):
+                best, room = index, buffer.nbytes
+        if best >= 0:
+            return Lease(self, self._free.pop(best))
         size = max(-(-nbytes // UNIT), 1) * UNIT
         if self._free:  # grow one instead of keeping both
             self.allocated_bytes -= len(self._free.pop())

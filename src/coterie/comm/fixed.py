@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coterie.comm.buffers import Bytes
-from coterie.comm.exchange import FIXED, HEAD, WORDS, Exchange
+from coterie.comm.exchange import FIXED, HEAD, Exchange
 from coterie.comm.rows import FanOut
 from coterie.comm.transport import Int64
 
@@ -51,8 +51,7 @@ class FixedMessages:
         overflow = int(plan.counts.max(initial=0)) > self.capacity
         words = HEAD + OWN_WORDS + len(experts)
         head = out[:, : words * 8].view(np.int64)
-        head[:, :WORDS] = self.header
-        head[:, WORDS:HEAD] = self.exchange.live.words()
+        head[:, :HEAD] = self.exchange.message(self.header)
         head[:, HEAD] = plan.counts
         head[:, HEAD + 1] = pairs
         head[:, HEAD + 2] = overflow

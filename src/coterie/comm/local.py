@@ -138,10 +138,9 @@ class LocalTransport:
     def all_to_all_v(
         self, rows: NDArray[Any], sent: Counts, received: Counts, out: NDArray[Any] | None = None
     ) -> _LocalHandle:
-        check_counts(self, rows, sent, received)
-        counts = np.asarray(sent, np.int64)
-        self.bytes_to += counts * (rows.nbytes // max(len(rows), 1))
-        return self._enter(_Part(rows.copy(), tuple(counts.tolist())), tuple(int(n) for n in received), out)
+        to, came = check_counts(self, rows, sent, received)
+        self.bytes_to += np.array(to, np.int64) * (rows.nbytes // max(len(rows), 1))
+        return self._enter(_Part(rows.copy(), tuple(to)), tuple(came), out)
 
     def _enter(self, part: _Part, received: tuple[int, ...] | None, out: NDArray[Any] | None) -> _LocalHandle:
         if self._group.aborted:

@@ -65,14 +65,19 @@ def needed(slots: NDArray[np.int32], slots_per_destination: int, destinations: r
     """Which of some destinations (ranks, or nodes) each row has a slot on [rows, D]."""
     where = slots // slots_per_destination - destinations.start
     member = np.zeros((len(slots), len(destinations)), np.bool_)
-    row, k = np.nonzero((where >= 0) & (where < len(destinations)))
+    inside = where.astype(np.uint32) < len(destinations)  # what lies before the first is a large number
+    if inside.all():
+        member[np.arange(len(slots))[:, None], where] = True
+        return member
+    row, k = inside.nonzero()
     member[row, where[row, k]] = True
     return member
 
 
 def fan_out(member: NDArray[np.bool_]) -> FanOut:
     """Every row once to each destination that needs it."""
-    return FanOut(np.nonzero(member.T)[1], np.count_nonzero(member, axis=0))
+    destination, row = member.T.nonzero()
+    return FanOut(row, np.bincount(destination, minlength=member.shape[1]))
 
 
 def in_order(counts: Int64) -> FanOut:
@@ -115,23 +120,26 @@ def _sums(member: NDArray[np.bool_], position: Int64, weights: Floats) -> Sum:
 class Arrived(NamedTuple):
     """Rows at the rank that computes them. `gather` [P]: received row of each row of the expert kernel, by local slot;
     `counts`: rows per local slot; `output` [P]: where the output of each pair is, in order of (received row, k);
-    `member` [N, K]: which slots of the received rows are here."""
+    `member` [N, K]: which slots of the received rows are here; `row` [P]: the received row of each pair in that order.
+    """
 
     gather: Int64
     counts: Int64
     output: Int64
     member: NDArray[np.bool_]
+    row: Int64
 
     @classmethod
     def of(cls, slots: NDArray[np.int32], own: range) -> Arrived:
         """Received rows with `slots` [N, K], on a rank that holds the slots `own`."""
         local = slots - own.start
-        member = (local >= 0) & (local < len(own))
-        pair = local[member]
-        order = np.argsort(pair, kind="stable")
+        member = local.astype(np.uint32) < len(own)
+        row, k = member.nonzero()
+        pair = local[row, k]
+        order = pair.argsort(kind="stable")
         output = np.empty(len(order), np.int64)
         output[order] = np.arange(len(order))
-        return cls(np.nonzero(member)[0][order], np.bincount(pair, minlength=len(own)), output, member)
+        return cls(row[order], np.bincount(pair, minlength=len(own)), output, member, row)
 
     @property
     def work(self) -> tuple[int, int]:
@@ -144,15 +152,15 @@ class Arrived(NamedTuple):
 
     def returned(self, sources: Int64, num_ranks: int) -> FanOut:
         """Outputs in order of (source rank, received row, k), and how many go back to each. `sources` [N] by row."""
-        source = np.repeat(sources, np.count_nonzero(self.member, axis=1))
+        source = sources[self.row]
         counts = np.bincount(source, minlength=num_ranks)
         ordered = len(source) < 2 or bool((source[1:] >= source[:-1]).all())
-        return FanOut(self.output if ordered else self.output[np.argsort(source, kind="stable")], counts)
+        return FanOut(self.output if ordered else self.output[source.argsort(kind="stable")], counts)
 
 
 def check_equal(what: str, counted: Int64, announced: Int64) -> None:
     """Compare what was found in a payload with what its senders had announced."""
-    if not np.array_equal(counted, announced):
+    if counted.shape != announced.shape or not (counted == announced).all():
         raise CountMismatch(f"{what}: found {counted.tolist()} by source, announced were {announced.tolist()}")
 
 
@@ -167,5 +175,5 @@ class WayBack(NamedTuple):
         """Outputs come back in order of (rank, token, k)."""
         rank = (slots // slots_per_rank).reshape(-1)
         position = np.empty(len(rank), np.int64)
-        position[np.argsort(rank, kind="stable")] = np.arange(len(rank))
+        position[rank.argsort(kind="stable")] = np.arange(len(rank))
         return cls(position.reshape(slots.shape), np.bincount(rank, minlength=num_ranks))

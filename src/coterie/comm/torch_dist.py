@@ -267,8 +267,7 @@ class TorchTransport:
     def all_to_all_v(
         self, rows: NDArray[Any], sent: Counts, received: Counts, out: NDArray[Any] | None = None
     ) -> _TorchHandle:
-        check_counts(self, rows, sent, received)
-        to, came = [int(n) for n in sent], [int(n) for n in received]
+        to, came = check_counts(self, rows, sent, received)
         if self.spec.verify:
             self._verify(to, came, rows)
         options = dist.AllToAllOptions()
@@ -293,7 +292,8 @@ class TorchTransport:
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         if not array.flags.writeable:
             array = array.copy()
-        return torch.from_numpy(array).to(self._device)
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
     def _target(self, array: NDArray[Any]) -> torch.Tensor:
         target = torch.from_numpy(array)

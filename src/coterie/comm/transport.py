@@ -9,6 +9,7 @@ arrays of any type and travel as bytes. `comm.local` is N ranks in one process, 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -101,15 +102,19 @@ class Transport(Protocol):
         """End every exchange that is awaited (from another thread too) with `Aborted`, and refuse new ones."""
 
 
-def check_counts(transport: Transport, rows: NDArray[Any], sent: Counts, received: Counts) -> None:
-    """Refuse what is wrong on this side of an `all_to_all_v`."""
+def check_counts(
+    transport: Transport, rows: NDArray[Any], sent: Counts, received: Counts
+) -> tuple[list[int], list[int]]:
+    """Both counts as lists, after refusing what is wrong on this side of an `all_to_all_v`."""
     size, rank = transport.size, transport.rank
-    if len(sent) != size or len(received) != size:
-        raise CountMismatch(f"{len(sent)} counts to send and {len(received)} to receive for {size} ranks")
-    if min(sent) < 0 or min(received) < 0 or sum(sent) != len(rows):
-        raise CountMismatch(f"rank {rank} has {len(rows)} rows, and its counts {list(sent)} sum to {sum(sent)}")
-    if sent[rank] != received[rank]:
-        raise CountMismatch(f"rank {rank} sends itself {sent[rank]} rows and expects {received[rank]}")
+    to, came = np.asarray(sent, np.int64).tolist(), np.asarray(received, np.int64).tolist()
+    if len(to) != size or len(came) != size:
+        raise CountMismatch(f"{len(to)} counts to send and {len(came)} to receive for {size} ranks")
+    if min(to) < 0 or min(came) < 0 or sum(to) != len(rows):
+        raise CountMismatch(f"rank {rank} has {len(rows)} rows, and its counts {to} sum to {sum(to)}")
+    if to[rank] != came[rank]:
+        raise CountMismatch(f"rank {rank} sends itself {to[rank]} rows and expects {came[rank]}")
+    return to, came
 
 
 def result_array(rows: NDArray[Any], total: int, out: NDArray[Any] | None) -> NDArray[Any]:
@@ -126,7 +131,7 @@ def as_bytes(rows: NDArray[Any]) -> NDArray[np.uint8]:
     """The bytes of contiguous rows [n, bytes of a row], not a copy."""
     if not rows.flags.c_contiguous:
         raise ValueError("an exchange takes contiguous rows")
-    width = rows.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
+    width = rows.itemsize * math.prod(rows.shape[1:])
     return rows.reshape(-1).view(np.uint8).reshape(len(rows), width)
 
 
