@@ -1,12 +1,13 @@
 """Expert parallelism between "hosts" on slow links: dispatch and combine in every form, bytes over the network.
 
     python benchmarks/ep.py [--shape 2x2] [--shape 2x4] [--mbit 0] [--mbit 1000] [--mbit 200] [--tokens 512]
-                            [--rows float32] [--rows narrow] [--follow]
+                            [--rows float32] [--rows narrow] [--follow] [--choices 3]
 
 Hosts are network namespaces of this machine (ep_net.py; root, or `unshare -Urnm`), ranks are processes in them. A shape
 is hosts x ranks a host; 2x2x2 is racks x hosts x ranks. `--mbit 0` is an unlimited link. Rows are float32 both ways, or
 narrow: int8 with a factor per 32 values out, bf16 back. Times are medians over rounds of the slowest rank; compare them
-within one run only: all ranks share this machine's cores.
+within one run only: all ranks share this machine's cores. `--choices N` chooses the form N times at each speed, by
+expectation and by trials, and says by how much each choice is slower than the fastest exact form of the same run.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import os
 import statistics
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ep_net import Layout, NetError, Network
 from rich.console import Console
 from rich.table import Table
@@ -28,8 +32,8 @@ from rich.table import Table
 WORKER = Path(__file__).with_name("ep_worker.py")
 FORMS = ("flat", "hierarchical", "flat-reduced", "hierarchical-reduced")
 SMALL_TOKENS = 8
-FOLLOW_ROUNDS = 140
-"""Two windows of the measured speeds and a little."""
+FOLLOW_ROUNDS = 220
+"""Three windows of the measured speeds and a little: one to see a change, one to try the other form, one to stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,21 +197,45 @@ def bench_rows(console: Console, ranks: Ranks, rows: str, title: str, args: argp
     by_form = {row.form: row.seconds for row in long}
     ratio = by_form["flat-reduced"] / by_form["hierarchical-reduced"]
     chosen = (
-        f"probe: {found['links']}; chosen {found['exact']} (exact), {found['any']} (any). "
+        f"probe: {found['links']}; expected {found['expected'][0]} (exact), {found['any']} (any); "
+        f"chosen after trials of {found['seconds']:.1f} s: {found['tried'][0]}. "
         f"hierarchical-reduced is {ratio:.2f}x as fast as flat-reduced and "
         f"{by_form['flat'] / by_form['hierarchical-reduced']:.2f}x as flat\n"
-        f"expected: {found['reason'].rsplit(': ', 1)[-1]}\n"
+        f"{found['reasons'][0].partition('; ')[2]}\n"
     )
     report(console, f"{title}, {args.tokens} tokens a rank", long, chosen)
     small = [measure(ranks, rows, form, SMALL_TOKENS, 5) for form in ("flat", "hierarchical")]
     small.insert(1, measure(ranks, rows, "flat", SMALL_TOKENS, 5, SMALL_TOKENS))
-    short = f"capacity chosen for short steps: {found['capacity'] or 'none'}\n"
+    short = f"short steps: {found['reasons'][1]}; capacity {found['tried'][1] or 'none'}\n"
     report(console, f"{title}, {SMALL_TOKENS} tokens a rank", small, short)
+
+
+def judge(ranks: Ranks, rows: str, args: argparse.Namespace) -> Iterator[list[str]]:
+    """By how much the forms that are chosen, by expectation and by trials, are slower than the fastest exact one."""
+    ask = {"op": "probe", "rows": rows, "tokens": args.tokens, "small": SMALL_TOKENS}
+    found = [ranks.all(ask)[0] for _ in range(args.choices)]
+    reasons = ["; ".join(part.partition("; ")[2] for part in one["reasons"]) for one in found]
+    sized = [(form, 0) for form in FORMS[:2]]
+    for tokens, forms in ((args.tokens, sized), (SMALL_TOKENS, [*sized, ("flat", SMALL_TOKENS)])):
+        ask = {"op": "compare", "rows": rows, "forms": forms, "tokens": tokens, "rounds": args.rounds, "seed": 1}
+        seconds = np.array([answer["seconds"] for answer in ranks.all(ask)]).max(0)
+        took = dict(zip(forms, np.median(seconds, axis=0).tolist(), strict=True))
+        cells = [str(tokens), *(f"{1e3 * took[form]:.1f}" for form in forms)] + [""] * (3 - len(forms))
+        for way in ("expected", "tried"):
+            chosen = [("flat", one[way][1]) if one[way][1] and tokens == SMALL_TOKENS else (one[way][0], 0)
+                      for one in found]  # fmt: skip
+            loss = [took[form] / min(took.values()) - 1 for form in chosen]
+            names = Counter("fixed" if capacity else form for form, capacity in chosen)
+            cells += [", ".join(f"{count} x {name}" for name, count in names.items()), f"{np.mean(loss):.1%}"]
+        yield [*cells, f"{max(one['seconds'] for one in found):.1f}"]
+    print(*reasons, sep="\n", file=sys.stderr)
 
 
 def bench(console: Console, shape: Shape, args: argparse.Namespace) -> None:
     """All speeds of one shape."""
     layer = {"hidden": args.hidden, "top_k": args.top_k, "experts": args.experts}
+    choices = Table("link, rows", "tokens a rank", "flat ms", "hierarchical ms", "fixed ms", "by expectation",
+                    "slower by", "by trials", "slower by", "trials s", title=f"{shape}, choices")  # fmt: skip
     with Network(Layout(shape.hosts, shape.racks)) as network:
         ranks = Ranks(network, shape, layer)
         try:
@@ -216,7 +244,13 @@ def bench(console: Console, shape: Shape, args: argparse.Namespace) -> None:
                 network.limit_racks(mbit or None)
                 speed = f"{mbit:g} Mbit/s" if mbit else "unlimited"
                 for rows in args.rows:
-                    bench_rows(console, ranks, rows, f"{shape}, {speed}, {rows} rows", args)
+                    if args.choices:
+                        for line in judge(ranks, rows, args):
+                            choices.add_row(f"{speed}, {rows}", *line)
+                    else:
+                        bench_rows(console, ranks, rows, f"{shape}, {speed}, {rows} rows", args)
+            if args.choices:
+                console.print(choices)
             if args.follow:
                 follow_a_link(console, network, ranks)
         finally:
@@ -233,13 +267,14 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--choices", type=int, default=0, help="only choose, so often; say by how much it was wrong")
     parser.add_argument(
         "--follow", action="store_true", help="also serve while links change, and say when the form does"
     )
     args = parser.parse_args()
     args.mbit = ([] if args.follow else [0, 1000, 200]) if args.mbit is None else args.mbit
     args.rows = args.rows or ["float32", "narrow"]
-    console = Console(width=130)
+    console = Console(width=160 if args.choices else 130)
     for shape in args.shape or [Shape(1, 2, 2), Shape(1, 2, 4)]:
         try:
             bench(console, shape, args)

@@ -19,10 +19,12 @@ from ep_stack import Stack
 from worker_loop import answer_requests
 
 from coterie.comm.exchange import Exchange, FormPolicy
+from coterie.comm.form_choice import open_exchange, settle
 from coterie.comm.mesh import Mesh
-from coterie.comm.probe import Traffic, choose, open_exchange, probe_links
+from coterie.comm.probe import Traffic, choose, probe_links
 from coterie.comm.torch_dist import GroupSpec, StoreAddress, StoreHost, connect
 from coterie.comm.travel import Travel
+from coterie.engine.form_trial import FormTrial
 from coterie.kernels.api import Bank, Routed
 from coterie.kernels.native import NativeKernels
 from coterie.model.overlap import drive
@@ -83,20 +85,40 @@ class Rank:
         travel = self._travel(request["rows"])
         return Traffic(travel.out_bytes(self.hidden), travel.back_bytes(self.hidden), self.top_k, tokens, small)
 
+    def _trial(self, request: dict[str, Any]) -> FormTrial:
+        return FormTrial(self._travel(request["rows"]), self.placement, self.hidden, self.top_k)
+
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What the links do now, and the form that would be chosen (exact; any)."""
+        """What the links do now, the forms that are expected to be fastest (exact; any), and those that trials find;
+        what is said of these, and how long they took."""
         links = drive(probe_links(self.mesh))
         traffic = self._traffic(request, request["tokens"], request["small"])
-        policy, chosen = choose(self.mesh, links, traffic)
+        policy, _ = choose(self.mesh, links, traffic)
         any_form, _ = choose(self.mesh, links, traffic, exact=False)
-        return {"links": str(links), "exact": policy.sized, "capacity": policy.capacity, "any": any_form.sized,
-                "reason": chosen[0].reason}  # fmt: skip
+        start = time.monotonic()
+        tried, chosen, _ = drive(settle(self.mesh, links, traffic, self._trial(request)))
+        return {"links": str(links), "any": any_form.sized, "expected": [policy.sized, policy.capacity],
+                "tried": [tried.sized, tried.capacity], "reasons": [choice.reason for choice in chosen],
+                "seconds": time.monotonic() - start}  # fmt: skip
+
+    def compare(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Seconds of each round of several (form, capacity), in turns."""
+        x, routed, want = self._batch(request)
+        forms = []
+        for form, capacity in request["forms"]:
+            exchange = Exchange(self.mesh, self.placement, FormPolicy(form, capacity))
+            forms.append(Dispatcher(self.experts, self.kernels, exchange, 0, self._travel(request["rows"])))
+            if not np.array_equal(self._round(forms[-1], x, routed)[1], want):
+                raise AssertionError(f"{form}: the result is not that of one rank")
+        return {"seconds": [[sum(self._round(dispatcher, x, routed)[0]) for dispatcher in forms]
+                            for _ in range(request["rounds"])]}  # fmt: skip
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
         """Rounds through an exchange that chooses its form itself, by a probe and then by what it sees; the form after
         each. The exchange is kept for later requests."""
         if self.serving is None:
-            exchange, _ = drive(open_exchange(self.world, self.placement, self._traffic(request, request["traffic"])))
+            traffic, trial = self._traffic(request, request["traffic"]), self._trial(request)
+            exchange, _ = drive(open_exchange(self.world, self.placement, traffic, trial=trial))
             self.serving = Dispatcher(self.experts, self.kernels, exchange, 0, self._travel(request["rows"]))
         exchange = self.serving.exchange
         assert exchange is not None

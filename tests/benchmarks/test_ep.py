@@ -11,6 +11,7 @@ from ep import Shape
 from ep_net import Layout, NetError, Network, sent_by
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ep.py"
+FORMS = ("flat", "hierarchical", "fixed")
 
 
 def namespaces() -> str:
@@ -88,3 +89,20 @@ def test_a_run_measures_every_form_and_leaves_nothing() -> None:
         assert done.stdout.count(f"│ {form} ") == number, "long and short steps, with float32 rows and narrow ones"
     assert "equal to one rank's." in done.stdout
     assert namespaces() == before
+
+
+@pytest.mark.slow
+def test_choices_are_judged_against_the_fastest_form_of_the_same_run() -> None:
+    pytest.importorskip("torch")
+    options = ["--shape", "2x1", "--mbit", "500", "--tokens", "16", "--hidden", "64", "--rounds", "2", "--choices", "2"]
+    done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "│"]
+    assert [(row[0], row[1]) for row in rows] == [
+        (f"500 Mbit/s, {kind}", tokens) for kind in ("float32", "narrow") for tokens in ("16", "8")
+    ]
+    for row in rows:
+        fastest = min((float(cell), name) for cell, name in zip(row[2:5], FORMS, strict=True) if cell)[1]
+        for chosen, loss in ((row[5], row[6]), (row[7], row[8])):
+            assert 0 <= float(loss.strip("%")) < (5 if chosen == f"2 x {fastest}" else 1000)
+        assert float(row[9]) > 0, "trials took time"

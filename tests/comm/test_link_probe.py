@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coterie.comm.exchange import FormPolicy
 from coterie.comm.local import LocalTransport
 from coterie.comm.mesh import Mesh
-from coterie.comm.probe import Links, Traffic, choose, expected_seconds, open_exchange, probe_links
-from coterie.spec.placement import ExpertPlacement
+from coterie.comm.probe import Links, Traffic, choose, expected_seconds, probe_links
 
 SLOW = Links(latency=1e-3, inside=400e6, between=200e6 / 8 / 4)
 FAST = Links(latency=1e-3, inside=400e6, between=300e6)
@@ -87,15 +85,3 @@ def test_one_node_or_unequal_nodes_have_no_hierarchy(nodes: list[int]) -> None:
     mesh = meshes(nodes)[0]
     policy, chosen = choose(mesh, SLOW, PREFILL)
     assert policy.sized == "flat" and "no hierarchy" in chosen[0].reason
-
-
-def test_an_exchange_is_opened_with_a_reason() -> None:
-    placement = ExpertPlacement.linear(2, 8, 4, 2)
-    opened = finish([open_exchange(rank, placement, PREFILL) for rank in LocalTransport.group(4)])
-    assert len({exchange.policy for exchange, _ in opened}) == 1
-    assert "a small exchange" in opened[0][1][0].reason
-    assert opened[0][1][-1].value == "8192 B out, 8192 B back"
-    asked = finish(
-        [open_exchange(rank, placement, PREFILL, FormPolicy("hierarchical")) for rank in LocalTransport.group(4)]
-    )
-    assert asked[2][0].policy.sized == "hierarchical" and asked[2][1][0].reason == "asked for"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moe_ranks import EXPERTS, HIDDEN, TOP_K, make_exchange, make_layer, placement, stages, tokens
 
 from coterie.comm.exchange import Exchange, FormName, FormPolicy
+from coterie.comm.live import Rates
 from coterie.comm.local import LocalTransport
 from coterie.comm.mesh import Mesh
 from coterie.comm.transport import CountMismatch, TransportError
@@ -235,13 +236,24 @@ def test_a_slow_rank_gets_less_and_tokens_do_not_change() -> None:
     assert shares[-1] < shares[0] / 2, shares
 
 
+class ByRates:
+    """Chooses by the rate between nodes alone."""
+
+    def entered(self, form: str, pairs: np.ndarray) -> None: ...
+
+    def heard(self, nanoseconds: int) -> None: ...
+
+    def conclude(self, rates: Rates, policy: FormPolicy) -> FormPolicy:
+        return FormPolicy("hierarchical" if 0 < rates.between < 1e6 else "flat")
+
+
 def test_the_form_follows_the_links() -> None:
     """When rows between nodes begin to crawl, all ranks go over to the hierarchical form in the same step."""
     ranks = Ranks(4, FormPolicy("hierarchical"), copies=False)
     slow: list[bool] = []
     for exchange in ranks.exchanges:
         exchange.policy = FormPolicy()
-        exchange.choose_again = lambda rates: FormPolicy("hierarchical" if 0 < rates.between < 1e6 else "flat")
+        exchange.chooser = ByRates()
         exchange.live.carried = lambda inside, between, ns, live=exchange.live: setattr(  # type: ignore[method-assign]
             live, "_best", [1e9, 1e5 if slow else 1e8]
         )

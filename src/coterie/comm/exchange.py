@@ -7,9 +7,8 @@ between ranks are not here, a finished move is `install`ed between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -75,6 +74,19 @@ class Counts(NamedTuple):
         return self.rows[:, rank].reshape(-1, per_node).sum(0)
 
 
+class FormChooser(Protocol):
+    """Chooses the form anew while serving, from what all ranks have gathered, and so alike on all (`form_choice`)."""
+
+    def entered(self, form: FormName, pairs: Int64) -> None:
+        """An exchange begins in a form; `pairs` [R, R] travel between the ranks."""
+
+    def heard(self, nanoseconds: int) -> None:
+        """A header says how long the payloads since the last one took on the slowest rank."""
+
+    def conclude(self, rates: Rates, policy: FormPolicy) -> FormPolicy:
+        """The policy after `policy`, once a window; `rates`: what the links carry now."""
+
+
 class Exchange:
     """One rank's part. Not thread-safe: one engine thread; `install` between steps only."""
 
@@ -83,9 +95,8 @@ class Exchange:
         mesh: Mesh,
         placement: ExpertPlacement,
         policy: FormPolicy | None = None,
-        choose_again: Callable[[Rates], FormPolicy] | None = None,
+        chooser: FormChooser | None = None,
     ) -> None:
-        """`choose_again`: the policy for what the links carry now, asked once a window, alike on all ranks."""
         policy = policy or FormPolicy()
         if placement.num_ranks != mesh.world.size:
             raise TransportError(f"a placement for {placement.num_ranks} ranks, and there are {mesh.world.size}")
@@ -95,11 +106,11 @@ class Exchange:
                 f"{np.bincount(mesh.node_of).tolist()} ranks on {mesh.num_nodes} nodes; use flat"
             )
         self.mesh, self.policy, self.pool = mesh, policy, BufferPool()
-        self.live, self.choose_again = LiveState(mesh.world.size), choose_again
+        self.live, self.chooser = LiveState(mesh.world.size), chooser
         self.version, self.adaptations = -1, 0
         self.last_counts = np.zeros((placement.num_layers, placement.num_experts), np.int64)
         self.overflows = 0
-        if choose_again is not None:
+        if chooser is not None:
             for group in filter(None, (mesh.world, mesh.node, mesh.rail)):
                 group.stamp_ends = True  # an exchange that ran under compute is not a slow one
         self.install(placement)
@@ -140,8 +151,8 @@ class Exchange:
 
     def check(self, gathered: Int64, expected: list[int]) -> None:
         """Refuse headers [R, >= 4] that differ: the ranks are not in the same exchange."""
-        wrong = np.flatnonzero((gathered[:, :WORDS] != expected).any(1))
-        if len(wrong):
+        if gathered[:, :WORDS].tobytes() != np.array(expected, np.int64).tobytes() * len(gathered):
+            wrong = np.flatnonzero((gathered[:, :WORDS] != expected).any(1))
             names = [*FORMS, "counts of experts", "fixed"]
             other = gathered[wrong[0], :WORDS].tolist()
 
@@ -164,17 +175,23 @@ class Exchange:
     def hear(self, gathered: Int64, header: list[int]) -> Int64:
         """All ranks' vectors [R, n], checked -> their parts. Where a window ends, splits and form follow the speeds."""
         self.check(gathered, header)
-        if self.live.heard(gathered[:, WORDS:HEAD]):
+        ended = self.live.heard(gathered[:, WORDS:HEAD])
+        if self.chooser is not None:
+            self.chooser.heard(self.live.carrying)
+        if ended:
             changed, rates = self.live.conclude()
             if changed and any(table.has_copies for table in self.tables):
                 self._make_tables()
-            policy = self.choose_again(rates) if self.choose_again is not None else self.policy
+            policy = self.policy if self.chooser is None else self.chooser.conclude(rates, self.policy)
             self.adaptations += policy != self.policy
             self.policy = policy
         return gathered[:, HEAD:]
 
     def carried(self, group: Transport, counts: Int64, width: int, handle: Handle) -> None:
-        """Note how long a payload took: `counts` rows of `width` bytes to each rank of a group of the mesh."""
+        """Note how long a payload took: `counts` rows of `width` bytes to each rank of a group of the mesh. Where there
+        is no choice nobody asks."""
+        if self.chooser is None:
+            return
         inside, between = self.mesh.by_link(group, counts)
         self.live.carried(inside * width, between * width, handle.ended_ns - handle.begun_ns)
 
@@ -190,6 +207,8 @@ class Exchange:
         size, nodes = self.mesh.world.size, self.mesh.num_nodes
         rows, pairs, between, experts = np.split(self.hear(gathered, header), np.cumsum([size, size, nodes]), axis=1)
         self.note_experts(layer, experts)
+        if self.chooser is not None:
+            self.chooser.entered(FORMS[header[0]], pairs)
         return Counts(rows, pairs, between)
 
     def note_experts(self, layer: int, experts: Int64) -> None:

@@ -1,9 +1,10 @@
 """LiveState: how fast ranks compute and links carry now, from what the exchanges themselves show.
 
-Three numbers of each rank ride in the headers that are gathered anyway, so all ranks hold the same and draw the same
-conclusions after the same number of exchanges: each rank's nanoseconds per expert row set its share among copies, and
-the fastest payload of a window (the one that waited least for late ranks) tells what a link can carry, for the choice
-of form. No messages and no clock of its own. 0 means not known.
+Four numbers of each rank ride in the headers that are gathered anyway, so all ranks hold the same and draw the same
+conclusions after the same number of exchanges: each rank's nanoseconds per expert row set its share among copies; the
+fastest payload of a window (the one that waited least for late ranks) tells what a link can carry, and the time that
+payloads took since the last header what the form in use costs, both for the choice of form (`comm.form_choice`). No
+messages and no clock of its own. 0 means not known.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from coterie.comm.transport import Int64
 
-WORDS = 3
-"""Nanoseconds per expert row, bytes per second inside a node, bytes per second between nodes."""
+WORDS = 4
+"""Nanoseconds per expert row, bytes per second inside a node, bytes per second between nodes, nanoseconds of payloads
+since the header before."""
 
 WINDOW = 64
 """Gathered headers between two conclusions."""
@@ -49,7 +51,7 @@ class LiveState:
         self._words: Int64 = np.zeros((size, WORDS), np.int64)
         self._spent = self._rows = 0.0
         self._best = [0.0, 0.0]
-        self._headers = 0
+        self._headers = self._carrying = 0
 
     def computed(self, nanoseconds: int, rows: int, slots_hit: int) -> None:
         """Note that the expert kernel took so long for `rows` rows on `slots_hit` slots."""
@@ -59,20 +61,27 @@ class LiveState:
 
     def carried(self, inside: int, between: int, nanoseconds: int) -> None:
         """Note that a payload with so many bytes to either class of link was complete after so long."""
+        self._carrying += nanoseconds
         for hop, nbytes in enumerate((inside, between)):
             if nbytes >= LEAST_BYTES and nbytes >= (inside, between)[1 - hop]:
                 self._best[hop] = max(self._best[hop], nbytes * 1e9 / max(nanoseconds, 1))
 
     def words(self) -> Int64:
-        """What this rank says of itself."""
+        """What this rank says of itself in its next header; time of payloads is said once."""
         per_row = self._spent / self._rows if self._rows else 0.0
-        return np.array([per_row, *self._best], np.int64)
+        carrying, self._carrying = self._carrying, 0
+        return np.array([per_row, *self._best, carrying], np.int64)
 
     def heard(self, words: Int64) -> bool:
         """Keep what all ranks said [R, WORDS]; True where a window ends and conclusions are due, on all ranks alike."""
         self._words = words
         self._headers += 1
         return self._headers % WINDOW == 0
+
+    @property
+    def carrying(self) -> int:
+        """Nanoseconds of the slowest rank's payloads between the last two headers."""
+        return int(self._words[:, 3].max())
 
     def conclude(self) -> tuple[bool, Rates]:
         """Whether `speeds` [R] changed, and what the links carry. Begins a new window."""

@@ -1,8 +1,8 @@
-"""What the links between ranks can do, measured once at start, and the form of exchange that follows from it.
+"""What the links between ranks can do, measured once at start, and the times of the forms that are expected of it.
 
 Every rank sends at once, as in an exchange, so a link that ranks share is measured shared. The slowest rank's numbers
-count, and they are gathered, so all ranks come to the same choice and can say why. Nothing here runs after start; the
-expected bytes assume that routing is uniform.
+count, and they are gathered, so all ranks come to the same choice and can say why. The expected bytes assume that
+routing is uniform. Expectations are right to about a fifth: forms that come nearer are measured (`comm.form_choice`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from coterie.comm.exchange import Exchange, FormName, FormPolicy
-from coterie.comm.live import Rates
+from coterie.comm.exchange import FormName, FormPolicy
 from coterie.comm.mesh import Mesh
 from coterie.comm.transport import Handle, Transport
 from coterie.kernels.select import Choice
-from coterie.spec.placement import ExpertPlacement
 
 PROBE_BYTES = 1 << 20
 ROUNDS = 5
 """Of each measurement; the median counts."""
+
+REDUCED: dict[FormName, FormName] = {"flat": "flat-reduced", "hierarchical": "hierarchical-reduced"}
 
 MARGIN = 0.95
 """A form must be expected to take at most this much of the flat form's time to be preferred to it."""
@@ -115,11 +115,16 @@ def _distinct(places: float, draws: int) -> float:
     return float(places * (1 - (1 - 1 / places) ** draws))
 
 
+def exact_forms(mesh: Mesh) -> list[FormName]:
+    """The forms that give every token the bits of one rank, on this mesh."""
+    return ["flat", "hierarchical"] if mesh.has_rails else ["flat"]
+
+
 def choose(mesh: Mesh, links: Links, traffic: Traffic, *, exact: bool = True) -> tuple[FormPolicy, tuple[Choice, ...]]:
     """The policy with the least expected time, and why. `exact` False lets the reduced forms compete as well."""
-    forms: list[FormName] = ["flat"] if exact else ["flat", "flat-reduced"]
-    if mesh.has_rails:
-        forms += ["hierarchical"] if exact else ["hierarchical", "hierarchical-reduced"]
+    forms = exact_forms(mesh)
+    if not exact:
+        forms = [name for form in forms for name in (form, REDUCED[form])]
     seconds = {form: expected_seconds(form, mesh, links, traffic) for form in forms}
     best = min(forms, key=lambda form: seconds[form])
     if seconds[best] > MARGIN * seconds["flat"]:
@@ -128,45 +133,26 @@ def choose(mesh: Mesh, links: Links, traffic: Traffic, *, exact: bool = True) ->
     why = f"{links}; expected for {traffic.tokens} tokens a rank: {times}"
     if not mesh.has_rails:
         why += "; one node, or nodes of unequal size: no hierarchy"
-    chosen = [Choice("exchange", best, why)]
-    policy = FormPolicy(best)
+    chosen, policy = [Choice("exchange", best, why)], FormPolicy(best)
     if traffic.small and policy.exact:
-        policy, choice = _fixed(policy, mesh, links, traffic)
+        policy, choice = choose_short(policy, mesh, links, traffic)
         chosen.append(choice)
     return policy, tuple(chosen)
 
 
-def _fixed(policy: FormPolicy, mesh: Mesh, links: Links, traffic: Traffic) -> tuple[FormPolicy, Choice]:
+def fixed_seconds(mesh: Mesh, links: Links, traffic: Traffic) -> float:
+    """The same in messages of fixed capacity of a short step: padded ways out, and one round trip less."""
+    ranks, local = mesh.world.size, mesh.world.size / mesh.num_nodes
+    row, back = traffic.packed(weighted=False), traffic.back_bytes * traffic.top_k / ranks
+    padded = (ranks - local) * (row + back) / links.between + (local - 1) * (row + back) / links.inside
+    return 2 * links.latency + traffic.small * padded
+
+
+def choose_short(policy: FormPolicy, mesh: Mesh, links: Links, traffic: Traffic) -> tuple[FormPolicy, Choice]:
     """Whether short steps use messages of fixed capacity: the padding must cost less than the round trips it saves."""
-    small = replace(traffic, tokens=traffic.small)
-    sized = expected_seconds(policy.sized, mesh, links, small)
-    ranks, nodes = mesh.world.size, mesh.num_nodes
-    row, local = traffic.packed(weighted=False), ranks / nodes
-    back = traffic.back_bytes * traffic.top_k / ranks
-    padded = traffic.small * (
-        (ranks - local) * (row + back) / links.between + (local - 1) * (row + back) / links.inside
-    )
-    fixed = 2 * links.latency + padded
+    sized = expected_seconds(policy.sized, mesh, links, replace(traffic, tokens=traffic.small))
+    fixed = fixed_seconds(mesh, links, traffic)
     text = f"{traffic.small} tokens a rank: fixed capacity {fixed * 1e3:.2f} ms, {policy.sized} {sized * 1e3:.2f} ms"
     if fixed < sized:
         return replace(policy, capacity=traffic.small), Choice("exchange in short steps", "fixed capacity", text)
-    return policy, Choice("exchange in short steps", policy.sized, text)
-
-
-def open_exchange(
-    world: Transport, placement: ExpertPlacement, traffic: Traffic, wanted: FormPolicy | None = None
-) -> Generator[Handle, None, tuple[Exchange, tuple[Choice, ...]]]:
-    """Make a rank's exchange in the form that was asked for, or in what a probe of the links finds best (exact)."""
-    rows = Choice("exchange rows", f"{traffic.out_bytes} B out, {traffic.back_bytes} B back",
-                  "out as the experts' kernel reads them, back as exchange_dtype says")  # fmt: skip
-    mesh = Mesh.of(world, placement.node_of_rank)
-    if wanted is not None:
-        return Exchange(mesh, placement, wanted), (Choice("exchange", wanted.sized, "asked for"), rows)
-    links = yield from probe_links(mesh)
-    policy, chosen = choose(mesh, links, traffic)
-
-    def again(rates: Rates) -> FormPolicy:
-        now = Links(links.latency, rates.inside or links.inside, rates.between or links.between)
-        return replace(policy, sized=choose(mesh, now, traffic)[0].sized)
-
-    return Exchange(mesh, placement, policy, again), (*chosen, rows)
+    return replace(policy, capacity=0), Choice("exchange in short steps", policy.sized, text)

@@ -22,12 +22,15 @@ import msgspec
 import numpy as np
 
 from coterie.comm.exchange import Exchange
-from coterie.comm.probe import Traffic, open_exchange
+from coterie.comm.form_choice import open_exchange
+from coterie.comm.probe import Traffic
 from coterie.comm.tensor_group import TensorGroup
 from coterie.comm.transport import RankLost, Transport, TransportError, check_agreement
+from coterie.comm.travel import Travel
 from coterie.engine.build import EngineInfo, Share, load_share
 from coterie.engine.core import EngineCore
 from coterie.engine.errors import Desynchronised
+from coterie.engine.form_trial import FormTrial
 from coterie.engine.group import Group
 from coterie.engine.messages import Beat, Fault, Leave, Moved, Regroup, Regrouped, ToRank
 from coterie.engine.overlap_choice import OverlapChooser, OverlapMode
@@ -52,6 +55,8 @@ CONNECT_SECONDS = 10.0
 """Within which the members of a generation must reach each other, once all have come to the store."""
 POLLED_SECONDS = 1.0
 """A meeting asks more often than this whether it was given up."""
+FIRST = 1
+"""The generation before which nobody waits for answers: only then is there time for trials of the exchange."""
 SHORT_STEP = 16
 """Rows of a rank up to which an exchange may use messages of fixed size."""
 _log = logging.getLogger(__name__)
@@ -122,7 +127,7 @@ class Rank:
         model = self.core.runner.model
         exchange: Exchange | None = None
         if placement.num_layers:
-            exchange, self.choices = drive(open_exchange(serve, placement, self._traffic()))
+            exchange, self.choices = self._open(serve, placement, trials=regroup.generation == FIRST)
         tensor = self._tensor_group(serve, place)
         runtime = replace(model.runtime, transport=serve, exchange=exchange, group=tensor)
         if weights is not None and self._moving is not None and exchange is not None:
@@ -204,14 +209,19 @@ class Rank:
         self._held = dict(ExpertShard.of(exchange.placement, self._info.files.spec, exchange.mesh.world.rank).experts)
         self.rebalancer = None
 
-    def _traffic(self) -> Traffic:
+    def _open(
+        self, serve: Transport, placement: ExpertPlacement, *, trials: bool
+    ) -> tuple[Exchange, tuple[Choice, ...]]:
         spec, config = self._info.files.spec, self._info.config
-        top_k = next(moe.top_k for _, moe in spec.moe_layers())
+        top_k, hidden = next(moe.top_k for _, moe in spec.moe_layers()), spec.hidden_size
         small = min(SHORT_STEP, config.max_running_requests)
         feeds = [layer.ffn for layer in self.core.runner.model.layers]
-        travel = next(ffn.dispatcher.travel for ffn in feeds if isinstance(ffn, MoELayer))
-        out, back = travel.out_bytes(spec.hidden_size), travel.back_bytes(spec.hidden_size)
-        return Traffic(out, back, top_k, config.chunked_prefill_size, small)
+        travel: Travel = next(ffn.dispatcher.travel for ffn in feeds if isinstance(ffn, MoELayer))
+        out, back = travel.out_bytes(hidden), travel.back_bytes(hidden)
+        traffic = Traffic(out, back, top_k, config.chunked_prefill_size, small)
+        trial = FormTrial(travel, placement, hidden, top_k) if trials else None
+        exchange, choices = drive(open_exchange(serve, placement, traffic, trial=trial))
+        return exchange, choices
 
     def _connect(self, regroup: Regroup, purpose: Purpose) -> Transport:
         """Meet the other members at the store."""
