@@ -199,16 +199,22 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
     for text, words in [
         ("zipff:1", "there is no skew 'zipff:1'; possible are uniform"), ("zipf:a", "needs one or two numbers"),
         ("zipf:-1", "from 0 to 100"), ("dirichlet:0", "at least 0.001"), ("zipf:1@x", "needs a number"),
-        ("gone.npy", "No such file"),
+        ("gone.npy", "No such file"), ("uniform@11", "drift of 'uniform@11' must be from 0 to 10"),
     ]:  # fmt: skip
         with pytest.raises(SpecError, match=words):
             Skew.parse(text)
     bad = tmp_path / "bad.json"
     for content, words in [('{"a": 1}', "no table"), ("[[1, 2], [3]]", "no table"), ("[[0, 0]]", "no token"),
-                           ("[[1, -2]]", "numbers from 0"), ("", "no table")]:  # fmt: skip
+                           ("[[1, -2]]", "numbers from 0"), ("", "no table"), ("[[1, 1e308]]", "to 1e.15"),
+                           ("[" * 100_000, "no table")]:  # fmt: skip
         bad.write_text(content)
         with pytest.raises(SpecError, match=words):
             Skew.parse(str(bad))
+    np.save(tmp_path / "complex.npy", np.ones((2, 4)) * 1j)
+    (tmp_path / "long.csv").write_text("1" * 200_000)
+    for name in ("complex.npy", "long.csv"):
+        with pytest.raises(SpecError, match="no table"):
+            Skew.parse(str(tmp_path / name))
     with pytest.raises(SpecError, match="counts 4 experts, the model has 256"):
         gamma(Skew.of_counts(np.ones((1, 4))), R1, 8, 2)
     with pytest.raises(SpecError, match="valid numbers of redundant experts are 32, 68, 104"):

@@ -194,6 +194,17 @@ def test_what_this_engine_lacks_is_refused_on_a_cpu(wish: Wish, words: str) -> N
         find(replace(asked, like=choose(lite, LINKED, 1), draft=1))
 
 
+def test_a_layout_that_this_engine_lacks_is_explained() -> None:
+    lite = model("DeepSeek-V2-Lite")[1]
+    asked = Search(model=lite, hardware=LINKED, like=choose(lite, LINKED, 4, Wish(weights="int8")), slo=Slo())
+    with pytest.raises(SpecError, match="experts lie whole on all ranks"):
+        find(replace(asked, fixed=(("ep", 2), ("tp", 4))))
+    dense = model("Llama-3.1-8B")[1]
+    like = choose(dense, LINKED, 4)
+    asked = replace(asked, model=dense, like=like)
+    assert {each.layout.dp for each in find(asked).candidates} == {1}
+
+
 def test_several_machines_are_started_by_torchrun() -> None:
     lite = model("DeepSeek-V2-Lite")[1]
     far = replace(LINKED, network_gbps=12.5, domain=2)

@@ -193,6 +193,22 @@ def test_a_trace_is_read_and_bad_lines_are_named(tmp_path) -> None:
     file.write_text('{"arrival": 2, "isl": 10, "osl": 3}\n{"arrival": 2, "isl": 10}\n')
     with pytest.raises(SpecError, match="line 2 of"):
         read_trace(file)
+    for line in ('{"arrival": 2, "isl": 1e400, "osl": 1}', "[" * 100_000):
+        file.write_text(line)
+        with pytest.raises(SpecError, match="line 1 of"):
+            read_trace(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match="UTF-8"):
+        read_trace(file)
+
+
+def test_a_piece_of_a_prompt_never_makes_a_step_faster() -> None:
+    """A step with a short prompt may have the faster exchange; then prompts cost nothing, and times stay times."""
+    cost = StepTime(lambda n, context, p, pairs: 0.001 if p else 0.01, lambda decode, prompt: 0.005)
+    where = Deployment(cost=cost, policy=Policy(token_budget=100, max_running=1000, ranks=8))
+    for rate in (1.0, 1e3, 1e9):
+        found = closed_form(where, rate, 1, 1000)
+        assert found.tpot >= 0.015 and found.batch > 0 and found.load >= 0
 
 
 @pytest.mark.parametrize("field, value", [("rate", 0), ("isl", 0), ("osl", -1), ("hit", 1.0), ("spread_gaps", -1)])

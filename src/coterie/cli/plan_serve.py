@@ -88,7 +88,10 @@ def answered(search: Search, where: Deployment, values: dict[str, Any]) -> Answe
     given: float | None = values["rate"]
     trace = None if values["trace"] is None else read_trace(values["trace"])
     if trace is not None and given is None:
-        given = len(trace) / max(float(trace.arrival[-1]), 1e-9)
+        if trace.arrival[-1] > 0:
+            given = len(trace) / float(trace.arrival[-1])
+        elif not limited:
+            raise SpecError(f"all requests of {values['trace']} arrive at once: say --rate, or --ttft or --tpot")
     if given is None and not limited:
         raise SpecError("say --rate, or --ttft or --tpot to find the largest rate within them")
     guess = given or likely_rate(search, where)

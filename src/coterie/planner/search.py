@@ -431,6 +431,11 @@ def nothing_fits(search: Search, devices: int) -> str:
         for layout in instance_layouts(search, size)
         if allowed(search, layout)
     ]
+    if not spread and search.hardware.kind == "cpu":
+        return (
+            f"this engine has no such layout of {devices} devices for this model: experts lie whole on all ranks (--ep "
+            "is tp x dp), and a dense model has the ranks of one group (--dp 1); leave --tp, --dp and --ep out"
+        )
     if not spread:
         return f"no layout of {devices} devices divides this model; ask for --every, or another number of devices"
     least = min(spread, key=lambda each: each.used)

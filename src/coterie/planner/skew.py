@@ -29,6 +29,7 @@ FORMS = (
     "uniform, zipf:S, zipf:S,Q, dirichlet:A, trace, or a file of counts [layers, experts] (.npy, .json, .csv); with @D "
     "behind for drift"
 )
+MOST_DRIFT, MOST_COUNT = 10.0, 1e15
 _POINTS = 160
 """Points of the integral in `inclusion`: its sum is k within 2e-4 then, and is scaled to k."""
 _SMALL = 1 << 14
@@ -57,6 +58,8 @@ class Skew:
         plain, at, width = text.rpartition("@")
         if at and not Path(text).exists():
             drift = _numbers(text, width, 1)[0]
+            if drift > MOST_DRIFT:
+                raise SpecError(f"the drift of {text!r} must be from 0 to {MOST_DRIFT:g}")
             return replace(cls.parse(plain, seed), drift=drift, source=text)
         name, _, rest = text.partition(":")
         if text in ("uniform", "trace"):
@@ -79,8 +82,9 @@ class Skew:
         """Tokens of each (layer, expert) [L, E]; layers without any token are left out."""
         counts = np.asarray(counts, np.float64)
         counts = counts[None] if counts.ndim == 1 else counts
-        if counts.ndim != 2 or not counts.size or not np.isfinite(counts).all() or counts.min() < 0:
-            raise SpecError(f"{source} must hold numbers from 0 [layers, experts], not {list(counts.shape)}")
+        if counts.ndim != 2 or not counts.size or not ((counts >= 0) & (counts <= MOST_COUNT)).all():
+            what = f"a table {list(counts.shape)}" if counts.ndim != 2 or not counts.size else "other numbers"
+            raise SpecError(f"{source} must hold numbers from 0 to {MOST_COUNT:g} [layers, experts], not {what}")
         counts = counts[counts.sum(1) > 0]
         if not len(counts):
             raise SpecError(f"{source} holds no token in any layer")
@@ -137,7 +141,10 @@ def read_counts(path: Path) -> tuple[Floats, float]:
     drift = 0.0
     try:
         if path.suffix.lower() == ".npy":
-            return np.asarray(np.load(path, allow_pickle=False), np.float64), drift
+            loaded = np.load(path, allow_pickle=False)
+            if np.iscomplexobj(loaded):
+                raise ValueError("its numbers are complex")
+            return np.asarray(loaded, np.float64), drift
         text = path.read_text(encoding="utf-8")
         if path.suffix.lower() == ".csv":
             rows = [[float(cell) for cell in row] for row in csv.reader(text.splitlines()) if row]
@@ -150,8 +157,8 @@ def read_counts(path: Path) -> tuple[Floats, float]:
         raise SpecError(f"{error.strerror}: {path}") from error
     except (ValueError, KeyError, TypeError, EOFError, csv.Error, OverflowError, RecursionError, MemoryError) as error:
         raise SpecError(f"{path} holds no table of counts [layers, experts]: {error}") from error
-    if not 0 <= drift <= 10:
-        raise SpecError(f"the drift in {path} must be from 0 to 10, not {drift}")
+    if not 0 <= drift <= MOST_DRIFT:
+        raise SpecError(f"the drift in {path} must be from 0 to {MOST_DRIFT:g}, not {drift}")
     return counts, drift
 
 
