@@ -22,8 +22,12 @@ from urllib.parse import urlencode
 
 import pytest
 
-from coterie.planner.page import Offer, answer, offer, page_server
+from coterie.planner.measured import Constants, Measured, Share
+from coterie.planner.measured_file import file_text
+from coterie.planner.models import model
+from coterie.planner.page import Offer, answer, asked, offer, page_server
 from coterie.spec import SpecError
+from coterie.spec.hardware import HardwareSpec
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "headless_shell"))), None
@@ -85,6 +89,24 @@ def test_bad_inputs_are_refused_in_one_line(values: dict[str, str], words: str, 
 def test_a_limit_that_nothing_keeps_is_said_not_hidden(offered: Offer) -> None:
     found = answer(offered, {"tpot": "1"})
     assert "no layout reaches 1 ms a token" in found["words"][0] and found["shown"].endswith("the fastest")
+
+
+def test_what_the_command_line_gave_is_planned_as_it_is(tmp_path: Path) -> None:
+    """A measured machine with its own times under its own name, a file's own format and place; not so for others."""
+    own = HardwareSpec(name="EPYC-9654", kind="cpu", bf16_tops=0.3, int8_tops=0.9, memory_gb=64, memory_gbps=30)
+    shares = tuple(
+        Share(form, 4096.0, 1e9, rows, 0.6) for form in ("bf16", "int8", "int4", "gqa") for rows in (1.0, 64)
+    )
+    constants = Constants(step=1e-4, dense_layer=2e-5, moe_layer=5e-5, stream=1e-5, value=1e-10, row=3e-7, logit=2e-10)
+    path = tmp_path / "machine.yaml"
+    path.write_text(file_text(own, Measured(2, "avx512", ((1e7, 40.0), (1e9, 30.0)), shares, constants)))
+    given = offer(str(tmp_path), str(path), lambda _: ("mine", model("Qwen3-8B")[1], "int4"))
+    search, place, _, _ = asked(given, {"devices": "1"})
+    assert search.hardware.memory_gb == 64 and search.known.how.startswith("our engine as measured on this machine")
+    assert search.like.weights == "int4" and place == str(tmp_path)
+    assert f"coterie serve {tmp_path}" in "\n".join(answer(given, {"devices": "1"})["words"])
+    other, name, _, _ = asked(given, {"devices": "1", "model": "Qwen3-8B", "hardware": "Xeon-6980P"})
+    assert other.like.weights == "bf16" and name == "Qwen3-8B" and "as measured" not in other.known.how
 
 
 def test_fixed_layouts_are_kept(offered: Offer) -> None:
