@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from coterie.planner import calibrate as calibration_module
 from coterie.planner.bayes import Case, Fit, Prior, Vector, fit
 from coterie.planner.calibrate import as_json, from_json, run_of, shipped, shipped_calibration_text, usable
 from coterie.planner.data import COLUMNS, Row, parse_rows, shipped_rows
+from coterie.planner.devices import device
 from coterie.planner.intervals import Miss, conformal, tally
+from coterie.planner.named import maker_of
 from coterie.planner.predict import predict, suspect_speculation
 from coterie.planner.score import fitted_anew, left_out, score_fit, score_new, table
 
@@ -115,6 +118,32 @@ def test_outside_of_the_data_is_flagged_and_wider(changes: dict[str, str]) -> No
     assert outside.p90 / outside.p10 > inside.p90 / inside.p10
 
 
+CPU = {"parallelism": "llama.cpp", "precision": "Q8_0", "n_gpus": "0", "batch_or_concurrency": "1"}
+
+
+@pytest.mark.parametrize(
+    ("known", "other", "least"),
+    [
+        ({"hardware": "A800"}, {"hardware": "TPU-v7"}, 1.4),
+        ({"hardware": "A800", "metric": "TTFT"}, {"hardware": "TPU-v7", "metric": "TTFT"}, 1.8),
+        (CPU | {"hardware": "2x Xeon Gold 6430"}, CPU | {"hardware": "2x Graviton4"}, 1.5),
+    ],
+)
+def test_a_maker_without_measurements_is_less_certain_than_a_device_without(
+    known: dict[str, str], other: dict[str, str], least: float
+) -> None:
+    same, new = predict(question(**known)).quantity, predict(question(**other)).quantity
+    assert same is not None and new is not None and "UNCALIBRATED" in new.flags
+    assert math.sqrt(new.p90 / new.p10) > max(least, 1.05 * math.sqrt(same.p90 / same.p10))
+
+
+def test_makers() -> None:
+    names = dict.fromkeys(("h20", "gb300", "rtx4090", "l40s", "v100", "a10"), "nvidia")
+    names |= {"mi300x": "amd", "910c": "huawei", "v5e": "google", "9654": "amd", "8592+": "intel"}
+    assert {name: maker_of(device(name)) for name in names} == names
+    assert maker_of(replace(device("h20"), name="My-Chip")) == "My-Chip", "nobody measured a device of its maker"
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
@@ -194,7 +223,8 @@ def test_storing_keeps_the_calibration() -> None:
 def test_the_shipped_calibration_is_what_the_command_makes(tmp_path: Path) -> None:
     anew = from_json(json.loads(shipped_calibration_text()))
     stored = shipped()
-    assert anew.near == pytest.approx(stored.near, rel=0.02) and anew.far == pytest.approx(stored.far, rel=0.02)
+    for name in ("near", "far", "apart"):
+        assert getattr(anew, name) == pytest.approx(getattr(stored, name), rel=0.02)
     for row in shipped_rows():
         first, second = predict(row, stored).quantity, predict(row, anew).quantity
         assert first is not None and second is not None

@@ -12,7 +12,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from coterie.planner import exchanges, hosts, kernels, questions, served
 from coterie.planner.bayes import Case, Fit, Form, Linear, Prior, fit
 from coterie.planner.data import Row, shipped_rows
-from coterie.planner.intervals import Miss, conformal
+from coterie.planner.intervals import NORMAL, Miss, conformal
 from coterie.planner.phrases import parts_of
 from coterie.spec.errors import SpecError
 
@@ -36,6 +36,7 @@ SERVED = Prior(
         (0.10, 0.40, 0.30, 0.30, 0.40, 0.30, 0.30, 0.20, 0.60, 0.20, 0.40, 0.40, 0.02),  # all
         (0.03, 0.20, 0.10, 0.15, 0.15, 0.10, 0.20, 0.10, 0.30, 0.05, 0.40, 0.15, 0.02),  # engine
         (0.08, 0.25, 0.20, 0.25, 0.00, 0.00, 0.00, 0.10, 0.40, 0.00, 0.20, 0.00, 0.03),  # architecture
+        (0.25, 0.30, 0.30, 0.40, 0.30, 0.30, 0.30, 0.10, 0.20, 0.00, 0.20, 0.00, 0.05),  # maker
         (0.12, 0.20, 0.25, 0.15, 0.20, 0.20, 0.20, 0.00, 0.00, 0.00, 0.30, 0.00, 0.05),  # hardware
         (0.03, 0.25, 0.10, 0.10, 0.00, 0.00, 0.00, 0.10, 0.30, 0.05, 0.15, 0.10, 0.02),  # engine-architecture
         (0.05, 0.10, 0.00, 0.10, 0.00, 0.00, 0.00, 0.05, 0.15, 0.00, 0.30, 0.80, 0.02),  # engine-architecture-hardware
@@ -106,20 +107,22 @@ def asked(row: Row) -> Asked:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Fits by family, and by kind the factors of expected deviations for known and for unknown classes."""
+    """Fits by family, and by kind the factors of expected deviations: for known classes, for unknown ones, and for
+    devices of makers that nobody measured."""
 
     fits: Mapping[Family, Fit]
     near: Mapping[str, float]
     far: Mapping[str, float]
+    apart: Mapping[str, float]
 
-    def factor(self, kind: str, *, known: bool) -> float:
-        """Standard deviations of an 80 % interval."""
-        factors = self.near if known else self.far
+    def factor(self, kind: str, *, known: bool, maker: bool = True) -> float:
+        """Standard deviations of an 80 % interval. `maker`: whether any device of the maker was measured."""
+        factors = (self.near if known else self.far) if maker else self.apart
         return factors.get(kind, factors.get("", 2.0))
 
     def without(self, names: Collection[str]) -> Calibration:
         """The same without some measurements; factors stay."""
-        return Calibration({name: each.without(names) for name, each in self.fits.items()}, self.near, self.far)
+        return replace(self, fits={name: each.without(names) for name, each in self.fits.items()})
 
 
 def usable(rows: Iterable[Row]) -> list[Asked]:
@@ -143,13 +146,18 @@ def calibrate(rows: Iterable[Row]) -> Calibration:
     return Calibration(fits, *factors_of(known, fits))
 
 
-def factors_of(known: Sequence[Asked], fits: Mapping[Family, Fit]) -> tuple[dict[str, float], dict[str, float]]:
-    """Conformal factors by kind: near from left-out runs, far from left-out models, devices and engines."""
+Factors = dict[str, float]
+
+
+def factors_of(known: Sequence[Asked], fits: Mapping[Family, Fit]) -> tuple[Factors, Factors, Factors]:
+    """Conformal factors by kind: near from left-out runs, far from left-out models, devices and engines, apart from
+    left-out makers. Makers are few and widths were chosen on the one with most rows, so what errors of left-out makers
+    say counts only where it is more than for known classes and than a normal distribution's."""
     near = misses(known, fits, run_of)
     far = [miss for how in (model_of_row, hardware_of_row, engine_of_row) for miss in misses(known, fits, how)]
     found: list[dict[str, float]] = []
     few: set[str] = set()
-    for group in (near, far):
+    for group in (near, far, misses(known, fits, maker_of_row)):
         by_kind: dict[str, list[Miss]] = defaultdict(list)
         for miss in group:
             by_kind[miss.kind].append(miss)
@@ -158,7 +166,8 @@ def factors_of(known: Sequence[Asked], fits: Mapping[Family, Fit]) -> tuple[dict
         few |= {kind for kind, each in by_kind.items() if group is near and len(each) < MANY}
     for kind in few & found[1].keys():
         found[1][kind] = max(found[1][kind], found[0][kind])
-    return found[0], found[1]
+    apart = {kind: max(factor, found[0][kind], NORMAL) for kind, factor in found[2].items()}
+    return found[0], found[1], apart
 
 
 Grouping = Callable[[Asked], str]
@@ -180,6 +189,10 @@ def model_of_row(one: Asked) -> str:
 def hardware_of_row(one: Asked) -> str:
     level = PRIORS[one.family].levels.index(HARDWARE_LEVEL[one.family])
     return one.case.labels[level].rpartition("/")[2]
+
+
+def maker_of_row(one: Asked) -> str:
+    return one.case.labels[PRIORS[one.family].levels.index("maker")]
 
 
 def engine_of_row(one: Asked) -> str:
@@ -221,7 +234,8 @@ def as_json(found: Calibration) -> dict[str, Any]:
         ]
         for name, each in found.fits.items()
     }
-    return {"families": families, "near": _rounded(found.near), "far": _rounded(found.far)}
+    factors = {"near": _rounded(found.near), "far": _rounded(found.far), "apart": _rounded(found.apart)}
+    return {"families": families, **factors}
 
 
 def from_json(stored: Mapping[str, Any]) -> Calibration:
@@ -233,7 +247,7 @@ def from_json(stored: Mapping[str, Any]) -> Calibration:
             for row in stored["families"][name]
         ]
         fits[name] = Fit(prior, rows)
-    return Calibration(fits, stored["near"], stored["far"])
+    return Calibration(fits, stored["near"], stored["far"], stored["apart"])
 
 
 def _short(values: Iterable[float]) -> list[float]:

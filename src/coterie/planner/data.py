@@ -131,8 +131,8 @@ def quantity_of(metric: str) -> Quantity:
 
 
 def number(text: str) -> float | None:
-    """The first number of a text such as "8192", "~1088 concurrent", "ShareGPT avg 301", "1,024", "8k"."""
-    found = re.search(r"(\d[\d,]*\.?\d*)\s*([kK]\b)?", text)
+    """The first number of a text such as "8192", "~1088 concurrent", "ShareGPT avg 301", "1,024", "8k", "1e3"."""
+    found = re.search(r"((?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+\b)?)\s*([kK]\b)?", text)
     if found is None:
         return None
     value = float(found[1].replace(",", ""))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from coterie.planner.bayes import Case, Form, Vector
 from coterie.planner.data import Row
-from coterie.planner.named import device_of, larger_domain
+from coterie.planner.named import device_of, larger_domain, maker_of
 from coterie.planner.network import Exchange, Link, all_to_all, ranks_per_domain
 from coterie.planner.phrases import Setup, setup
 from coterie.spec.errors import SpecError
@@ -22,11 +22,12 @@ from coterie.spec.hardware import HardwareSpec
 PARAMETERS = ("alpha", "up", "net", "ranks", "alpha-ranks", "bias")
 """What z multiplies: latency, shares of the links inside a domain and of the network, their exponents of ranks / 16,
 and everything."""
-LEVELS = ("all", "direction", "link", "library", "library-direction", "library-direction-hardware")
+LEVELS = ("all", "direction", "link", "maker", "library", "library-direction", "library-direction-hardware")
 WIDTHS = (
-    (0.4, 0.3, 0.3, 0.10, 0.15, 0.05),
+    (0.3, 0.2, 0.2, 0.07, 0.10, 0.04),
     (0.2, 0.1, 0.1, 0.05, 0.05, 0.05),
     (0.3, 0.1, 0.1, 0.05, 0.05, 0.10),
+    (0.3, 0.2, 0.2, 0.07, 0.10, 0.04),
     (0.6, 0.3, 0.4, 0.10, 0.10, 0.10),
     (0.2, 0.1, 0.2, 0.10, 0.10, 0.10),
     (0.1, 0.1, 0.1, 0.05, 0.05, 0.05),
@@ -53,7 +54,7 @@ def exchange_case(row: Row) -> tuple[Case, str]:
     form = bandwidth_form(row, hw, ranks) if rate else latency_form(row, said, hw, (ranks, tokens))
     engine = said.engine
     what = f"{direction}{'-rate' if rate else ''}"
-    labels = ("all", direction, place, engine, f"{engine}/{what}", f"{engine}/{what}/{hw.name}")
+    labels = ("all", direction, place, maker_of(hw), engine, f"{engine}/{what}", f"{engine}/{what}/{hw.name}")
     features = (math.log2(ranks), math.log(tokens) / 2.5, 0.0 if place == "network" else 3.0)
     value = math.log(row.value) if row.value else math.nan
     return Case(row.id, form, labels, features, NOISE, value), engine

@@ -15,7 +15,7 @@ from typing import Literal
 from coterie.planner.bayes import Case, Vector
 from coterie.planner.calibrate import NOISE, shipped
 from coterie.planner.cost import Efficiency, OpCost
-from coterie.planner.named import architecture
+from coterie.planner.named import architecture, maker_of
 from coterie.planner.quantity import Flag
 from coterie.planner.served import FRONT_SECONDS, ROW_LIMIT, ROW_SECONDS, efficiency, times
 from coterie.spec.errors import SpecError
@@ -61,7 +61,8 @@ def fitted_step(
     calibration, kind, name = shipped(), architecture(model), engine or "none"
     fit = calibration.fits["served"]
     labels = {
-        "all": "all", "engine": name, "architecture": kind, "hardware": hw.name, "quantity": quantity,
+        "all": "all", "engine": name, "architecture": kind, "maker": maker_of(hw), "hardware": hw.name,
+        "quantity": quantity,
         "engine-architecture": f"{name}/{kind}",
         "engine-architecture-hardware": f"{name}/{kind}/{hw.name}",
         "engine-model": f"{name}/{model.num_parameters / 1e9:.1f}B",
@@ -77,11 +78,11 @@ def fitted_step(
     flags: tuple[Flag, ...] = ()
     if not members["hardware"] or not members["engine-model"]:
         flags += ("EXTRAPOLATED",)
-    if not seen:
+    if not seen or not members["maker"]:
         flags += ("UNCALIBRATED",)
     factor = calibration.factor(quantity, known=True)
     if flags:  # the factor of left-out classes may be the smaller one; what was not seen is never surer than what was
-        factor = max(factor, calibration.factor(quantity, known=False))
+        factor = max(factor, calibration.factor(quantity, known=False, maker=members["maker"] > 0))
     deviation = math.hypot(answer.spread, NOISE[quantity]) * factor
     return FittedStep(
         efficiency(answer.z, kind, hw), math.exp(deviation), ROW_SECONDS * times(answer.z, "rows"), seen, flags,

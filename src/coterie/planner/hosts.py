@@ -15,7 +15,7 @@ from coterie.planner.bayes import Case, Form, Vector
 from coterie.planner.cost import Efficiency, price
 from coterie.planner.data import Row
 from coterie.planner.layout import WEIGHT_BYTES, Layout, WeightName
-from coterie.planner.named import architecture, device_of, host_of, model_of
+from coterie.planner.named import architecture, device_of, host_of, maker_of, model_of
 from coterie.planner.ops import Op, Point, step_ops
 from coterie.planner.phrases import Setup, setup
 from coterie.spec.errors import SpecError
@@ -25,11 +25,12 @@ from coterie.spec.model import ModelSpec
 PARAMETERS = ("memory", "compute", "layer", "sockets", "threads", "front", "attention", "bias")
 """What z multiplies: shares of the sockets' memory and product rates, the constant of a layer, what more than one
 socket and fewer threads than cores change, what passes before a prompt, attention's rate, and everything."""
-LEVELS = ("all", "engine", "release", "hardware", "architecture", "engine-model", "quantity", "run")
+LEVELS = ("all", "engine", "release", "maker", "hardware", "architecture", "engine-model", "quantity", "run")
 WIDTHS = (
     (0.3, 0.4, 0.4, 0.3, 0.3, 0.3, 0.5, 0.05),
     (0.3, 0.5, 0.2, 0.4, 0.2, 0.2, 0.3, 0.05),
     (0.1, 0.5, 0.1, 0.1, 0.0, 0.1, 0.2, 0.05),
+    (0.2, 0.4, 0.2, 0.1, 0.1, 0.0, 0.2, 0.10),
     (0.2, 0.3, 0.1, 0.0, 0.0, 0.0, 0.0, 0.05),
     (0.1, 0.2, 0.2, 0.0, 0.0, 0.0, 0.2, 0.10),
     (0.1, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0, 0.10),
@@ -74,7 +75,7 @@ def host_case(row: Row) -> tuple[Case, str]:
     form = seconds_form(row, said, machine, point)
     engine, name = said.engine, machine.host.name
     labels = (
-        "all", engine, f"{engine}/{said.version[:3]}/{said.experts}", name, architecture(spec),
+        "all", engine, f"{engine}/{said.version[:3]}/{said.experts}", maker_of(machine.host), name, architecture(spec),
         f"{engine}/{spec.num_parameters / 1e9:.1f}B", quantity, f"{engine}/{name}/{quantity}/{architecture(spec)}",
     )  # fmt: skip
     features = (math.log(point.context) / 2, math.log(batch), said.threads / 64 if said.threads else 1.0)

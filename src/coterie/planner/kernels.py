@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 from coterie.planner.bayes import Case, Form, Vector
 from coterie.planner.data import Row
-from coterie.planner.named import device_of
+from coterie.planner.named import device_of, maker_of
 from coterie.planner.phrases import Setup, setup
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 
 PARAMETERS = ("compute", "memory", "launch", "bias")
 """What z multiplies: shares of the product and of the memory rate, the constant, and everything."""
-LEVELS = ("all", "engine", "work", "work-hardware", "work-engine")
+LEVELS = ("all", "engine", "maker", "work", "work-hardware", "work-engine")
 WIDTHS = (
-    (0.2, 0.15, 0.5, 0.05),
+    (0.15, 0.10, 0.35, 0.04),
     (0.1, 0.1, 0.3, 0.05),
+    (0.2, 0.1, 0.35, 0.04),
     (0.25, 0.15, 0.3, 0.1),
     (0.05, 0.05, 0.1, 0.05),
     (0.1, 0.1, 0.2, 0.05),
@@ -60,7 +61,7 @@ def kernel_case(row: Row) -> tuple[Case, str]:
         what = work_of(row, said)
         work, form = what.name, time_form(row, what, hw)
         features = (math.log(max(what.operations, 1)) / 2, math.log(max(what.nbytes, 1)) / 2)
-    labels = ("all", engine, work, f"{work}/{hw.name}", f"{work}/{engine}")
+    labels = ("all", engine, maker_of(hw), work, f"{work}/{hw.name}", f"{work}/{engine}")
     value = math.log(row.value) if row.value else math.nan
     return Case(row.id, form, labels, features, NOISE, value), engine
 

@@ -132,6 +132,20 @@ def device_of(text: str) -> HardwareSpec:
         raise
 
 
+_MAKERS: tuple[tuple[str, str], ...] = (
+    ("amd", r"^amd|^mi\d{3}|instinct|radeon|epyc|ryzen|threadripper"), ("huawei", r"ascend|910[bc]|kunpeng"),
+    ("google", r"tpu"), ("amazon", r"trainium|inferentia|graviton"),
+    ("intel", r"intel|xeon|gaudi|^core|granite|emerald"),
+    ("nvidia", r"nvidia|geforce|rtx|^g?[abh]\d{2,3}\b|^[lv]\d{2,3}s?\b|grace"),
+)  # fmt: skip
+
+
+def maker_of(hw: HardwareSpec) -> str:
+    """Who makes a device, from its name: what its software and links have in common. A name that is not known is a
+    maker of its own, so nothing measured on others' devices is taken for its."""
+    return next((maker for maker, names in _MAKERS if re.search(names, hw.name, re.I)), hw.name)
+
+
 @cache
 def host_of(text: str, matrix: bool) -> tuple[HardwareSpec, int]:
     """One socket of a row's CPU, with the rate of its matrix units or of vectors, and its cores; "12ch DDR5-4800" in

@@ -2,13 +2,13 @@
 
 Fitted kinds come from `calibrate`; imbalance and the reference paper's simulated values from `derived`. A row is
 EXTRAPOLATED outside the box of its class's measurements or with a device or model that none of them had, UNCALIBRATED
-if no measurement has its class, SATURATED if prompts arrive as fast as they can be computed. Not here: scores.
+if no measurement has its class or a device of its maker, SATURATED if prompts arrive as fast as they can be computed.
+Not here: scores, which rows cannot be (`row_checks`).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from coterie.planner.data import Row
 from coterie.planner.derived import derived
 from coterie.planner.quantity import Flag, Kind, Quantity
 from coterie.planner.remarks import remarks
+from coterie.planner.row_checks import check_row
 from coterie.planner.row_units import canonical
 from coterie.planner.served import PARAMETERS
 from coterie.spec.errors import SpecError
@@ -57,7 +58,7 @@ class Prediction:
 def predict(row: Row, calibration: Calibration | None = None) -> Prediction:
     """The answer to one row. Whatever its value is, it is not looked at."""
     try:
-        check_sizes(row)
+        check_row(row)
         plain, factor, unit = canonical(row)
         if family_of(row) is None:
             found, _, assumed = derived(plain)
@@ -67,22 +68,13 @@ def predict(row: Row, calibration: Calibration | None = None) -> Prediction:
         notes = remarks(row)
     except SpecError as error:
         return Prediction(row, None, str(error))
+    except (ArithmeticError, ValueError) as error:  # of the form: a log or a quotient of what cannot be
+        return Prediction(row, None, f"the numbers of row {row.id} cannot be computed with: {error}")
     low, value, high = (each * factor for each in (found.p10, found.value, found.p90))
+    if not 0 <= low <= value <= high < math.inf:
+        return Prediction(row, None, f"the numbers of row {row.id} have no finite answer")
     scaled = replace(found, p10=low, value=value, p90=high, unit=unit)
     return Prediction(row, scaled, "", (*assumed, *notes))
-
-
-def check_sizes(row: Row) -> None:
-    """Raise SpecError for numbers of devices, requests and tokens that cannot be; a text without any is left to who
-    reads it. A phase that was not run has 0 tokens."""
-    columns = {"n_gpus": row.devices, "batch_or_concurrency": row.load, "isl": row.isl, "osl": row.osl}
-    for column, text in columns.items():
-        if re.match(r"-\s*[\d.]", text):
-            raise SpecError(f"{column} of row {row.id} must not be negative, but is {text!r}")
-    if row.devices and not re.search(r"\d", row.devices):
-        raise SpecError(f"n_gpus of row {row.id} is no number: {row.devices!r}; leave it blank if it is not known")
-    if re.fullmatch(r"0+(\.0*)?", row.load):
-        raise SpecError(f"batch_or_concurrency of row {row.id} must be above 0, or blank if it is not known")
 
 
 def fitted(one: Asked, calibration: Calibration) -> Quantity:
@@ -91,7 +83,8 @@ def fitted(one: Asked, calibration: Calibration) -> Quantity:
     answer = fit.answer(one.case)
     flags = flags_of(one, calibration)
     known = not set(flags) & {"EXTRAPOLATED", "UNCALIBRATED"}
-    spread = math.hypot(answer.spread, one.case.noise) * calibration.factor(kind_of(one), known=known)
+    maker = fit.members(one.case.labels)["maker"] > 0
+    spread = math.hypot(answer.spread, one.case.noise) * calibration.factor(kind_of(one), known=known, maker=maker)
     value = math.exp(answer.mean)
     kind: Kind = "calibrated" if known else "extrapolated"
     return Quantity(
@@ -120,7 +113,7 @@ def flags_of(one: Asked, calibration: Calibration) -> tuple[Flag, ...]:
     new = not members[HARDWARE_LEVEL[one.family]] or not members.get("engine-model", 1)
     if outside or new or not one.exact:
         flags.append("EXTRAPOLATED")
-    if not same or not one.exact:
+    if not same or not one.exact or not members["maker"]:
         flags.append("UNCALIBRATED")
     if one.row.quantity == "ttft" and one.busy is not None and one.busy(fit.z_of(one.case.labels)) > BUSIEST:
         flags.append("SATURATED")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from coterie.planner.bayes import Case, Vector
 from coterie.planner.data import Row
 from coterie.planner.layout import WEIGHT_BYTES
-from coterie.planner.named import architecture, device_of, larger_domain, layout_of, model_of, weight_name
+from coterie.planner.named import architecture, device_of, larger_domain, layout_of, maker_of, model_of, weight_name
 from coterie.planner.phrases import Pool, Setup, setup
 from coterie.planner.served import (
     Served,
@@ -35,8 +35,8 @@ from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec, MoESpec
 
 LEVELS = (
-    "all", "engine", "architecture", "hardware", "engine-architecture", "engine-architecture-hardware", "engine-model",
-    "release", "quantity", "run",
+    "all", "engine", "architecture", "maker", "hardware", "engine-architecture", "engine-architecture-hardware",
+    "engine-model", "release", "quantity", "run",
 )  # fmt: skip
 HOT = 1.15
 """Busiest rank over the mean where experts are balanced from time to time (see `plan imbalance`)."""
@@ -73,7 +73,7 @@ def serving_question(row: Row, noise: float) -> Question:
     mode = "apart" if served.apart else "wide" if served.decode.dp > NODE_DEVICES else "together"
     quantity = "tpot" if row.quantity == "speed" else row.quantity
     labels = (
-        "all", engine, kind, hardware, f"{engine}/{kind}", f"{engine}/{kind}/{hardware}",
+        "all", engine, kind, maker_of(served.hw), hardware, f"{engine}/{kind}", f"{engine}/{kind}/{hardware}",
         f"{engine}/{spec.num_parameters / 1e9:.1f}B", f"{engine}/{release(said.version)}/{mode}/{said.experts}",
         quantity, f"{engine}/{kind}/{hardware}/{mode}/{quantity}",
     )  # fmt: skip

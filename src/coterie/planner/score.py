@@ -1,8 +1,9 @@
 """How good the planner is: errors, coverage and failures by kind, on the rows of the fit and on rows left out.
 
-Four ways to leave out: a run (its TPOT and TTFT together), a model, a device, an engine. What is left out is answered
-by the solution for the rest, with the linearisation of the whole; interval factors are those of the calibration. A file
-of other measurements is answered by the shipped calibration as it is. Not here: how a row is answered (`predict`).
+Five ways to leave out: a run (its TPOT and TTFT together), a model, a device, an engine, all devices of a maker. What
+is left out is answered by the solution for the rest, with the linearisation of the whole; interval factors are those of
+the calibration. A file of other measurements is answered by the shipped calibration as it is. Not here: how a row is
+answered (`predict`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from coterie.planner.calibrate import (
     engine_of_row,
     family_of,
     hardware_of_row,
+    maker_of_row,
     model_of_row,
     run_of,
     usable,
@@ -31,7 +33,7 @@ from coterie.planner.predict import Prediction, predict, suspect_speculation
 
 WAYS: Mapping[str, Callable[[Asked], str]] = {
     "left out: run": run_of, "left out: model": model_of_row, "left out: hardware": hardware_of_row,
-    "left out: engine": engine_of_row,
+    "left out: engine": engine_of_row, "left out: maker": maker_of_row,
 }  # fmt: skip
 
 
@@ -45,7 +47,7 @@ class Score:
 
 
 def score_fit(rows: Sequence[Row], calibration: Calibration, *, refit: bool = False) -> Score:
-    """Of the rows that a calibration was made from: as fitted, and left out in four ways; with `refit` also fitted anew
+    """Of the rows that a calibration was made from: as fitted, and left out in five ways; with `refit` also fitted anew
     without each run."""
     known = usable(rows)
     seen = [predict(row, calibration) for row in rows if row.value is not None and not row.suspect]
