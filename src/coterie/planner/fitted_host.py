@@ -19,7 +19,7 @@ from coterie.planner.data import shipped_rows
 from coterie.planner.hosts import LAYER_SECONDS, NOISE, Machine
 from coterie.planner.hosts import efficiency as machine_efficiency
 from coterie.planner.layout import Layout
-from coterie.planner.named import architecture, host_of, is_guessed_host
+from coterie.planner.named import architecture, host_of, is_guessed_host, maker_of
 from coterie.planner.phrases import parts_of
 from coterie.planner.quantity import Flag
 from coterie.spec.errors import SpecError
@@ -71,8 +71,8 @@ def fitted_host(
     calibration, kind, quantity = shipped(), architecture(model), "ttft" if prompt else "decode"
     fit = calibration.fits["host"]
     labels = {
-        "all": "all", "engine": engine, "hardware": machine.host.name, "architecture": kind, "quantity": quantity,
-        "engine-model": f"{engine}/{model.num_parameters / 1e9:.1f}B",
+        "all": "all", "engine": engine, "maker": maker_of(machine.host), "hardware": machine.host.name,
+        "architecture": kind, "quantity": quantity, "engine-model": f"{engine}/{model.num_parameters / 1e9:.1f}B",
     }  # fmt: skip
     own = tuple(labels.get(level, "") for level in fit.prior.levels)
 
@@ -86,7 +86,10 @@ def fitted_host(
     answer = fit.answer(Case("step", lambda z: math.log(seconds(efficiency(z), device)), own, (0.0, 0.0, 1.0), NOISE))
     members = fit.members(own)
     flags: tuple[Flag, ...] = () if members["hardware"] and members["engine-model"] else ("EXTRAPOLATED",)
-    factor = max(calibration.factor("cpu", known=True), calibration.factor("cpu", known=not flags))
+    if not members["maker"]:
+        flags += ("UNCALIBRATED",)
+    unseen = calibration.factor("cpu", known=not flags, maker=members["maker"] > 0)
+    factor = max(calibration.factor("cpu", known=True), unseen)
     return FittedHost(efficiency(answer.z), device, math.exp(math.hypot(answer.spread, NOISE) * factor),
                       members["engine"], flags)  # fmt: skip
 

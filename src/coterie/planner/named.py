@@ -135,7 +135,7 @@ def device_of(text: str) -> HardwareSpec:
 _MAKERS: tuple[tuple[str, str], ...] = (
     ("amd", r"^amd|^mi\d{3}|instinct|radeon|epyc|ryzen|threadripper"), ("huawei", r"ascend|910[bc]|kunpeng"),
     ("google", r"tpu"), ("amazon", r"trainium|inferentia|graviton"),
-    ("intel", r"intel|xeon|gaudi|^core|granite|emerald"),
+    ("intel", r"intel|xeon|gaudi|^core|granite|emerald|\bamx\b"),
     ("nvidia", r"nvidia|geforce|rtx|^g?[abh]\d{2,3}\b|^[lv]\d{2,3}s?\b|grace"),
 )  # fmt: skip
 
