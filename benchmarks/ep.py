@@ -1,13 +1,17 @@
 """Expert parallelism between "hosts" on slow links: dispatch and combine in every form, bytes over the network.
 
     python benchmarks/ep.py [--shape 2x2] [--shape 2x4] [--mbit 0] [--mbit 1000] [--mbit 200] [--tokens 512]
-                            [--rows float32] [--rows narrow] [--follow] [--choices 3]
+                            [--rows float32] [--rows narrow] [--piece-kib 256] [--piece-kib 0] [--follow] [--choices 3]
 
 Hosts are network namespaces of this machine (ep_net.py; root, or `unshare -Urnm`), ranks are processes in them. A shape
 is hosts x ranks a host; 2x2x2 is racks x hosts x ranks. `--mbit 0` is an unlimited link. Rows are float32 both ways, or
-narrow: int8 with a factor per 32 values out, bf16 back. Times are medians over rounds of the slowest rank; compare them
-within one run only: all ranks share this machine's cores. `--choices N` chooses the form N times at each speed, by
-expectation and by trials, and says by how much each choice is slower than the fastest exact form of the same run.
+narrow: int8 with a factor per 32 values out, bf16 back. The exact forms are measured with what goes to other hosts first
+and in pieces of at least so many KiB, and whole (0). Forms take turns in every round; times are medians over rounds of
+the slowest rank: compare them within one run only, as all ranks share this machine's cores. `link use` is a class of
+hops' bytes over the time of the whole exchange, over what its link carries: that of a rank inside a host as probed, of
+the busiest host and rack as shaped (as probed where unlimited); a shaper lets its burst (128 KB) pass at once, so small
+steps may show more than all. `--choices N` chooses the form N times at each speed, by expectation and by trials, and
+says by how much each choice is slower than the fastest exact form of the same run.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -29,8 +32,11 @@ from ep_net import Layout, NetError, Network
 from rich.console import Console
 from rich.table import Table
 
+from coterie.comm.exchange import PIECE_BYTES
+
 WORKER = Path(__file__).with_name("ep_worker.py")
 FORMS = ("flat", "hierarchical", "flat-reduced", "hierarchical-reduced")
+EXACT = ("flat", "hierarchical")
 SMALL_TOKENS = 8
 FOLLOW_ROUNDS = 220
 """Three windows of the measured speeds and a little: one to see a change, one to try the other form, one to stay."""
@@ -123,44 +129,107 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One form at one speed. Bytes are per round: of the busiest host's interface, of a rank over each class of hop."""
+class Way:
+    """A form and how it sends: rows of the fixed capacity, bytes of a piece (0: whole)."""
 
     form: str
-    dispatch: float
-    combine: float
-    nic: float
+    capacity: int = 0
+    piece_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        if self.capacity:
+            return f"fixed capacity {self.capacity}"
+        return f"{self.form}, pieces of {self.piece_bytes >> 10} KiB" if self.piece_bytes else self.form
+
+
+@dataclass(slots=True)
+class Row:
+    """One way at one speed: (dispatch, combine) of the slowest rank by round; bytes of all rounds: of each host's
+    interface, of each further rack's, of a rank over each class of hop."""
+
+    way: Way
+    times: list[tuple[float, float]]
+    hosts: list[float]
+    racks: list[float]
     hops: list[float]
 
     @property
+    def median(self) -> tuple[float, float]:
+        """(dispatch, combine) of the round of median length."""
+        return sorted(self.times, key=sum)[(len(self.times) - 1) // 2]
+
+    @property
     def seconds(self) -> float:
-        return self.dispatch + self.combine
+        return sum(self.median)
+
+    @property
+    def mean_seconds(self) -> float:
+        """What bytes of all rounds are to be divided by."""
+        return sum(map(sum, self.times)) / len(self.times)
 
 
-def measure(ranks: Ranks, rows: str, form: str, tokens: int, rounds: int, capacity: int = 0) -> Row:
-    """Rounds of one form."""
-    network, hosts = ranks.network, ranks.shape.hosts
-    before = [network.sent_bytes(host) for host in range(hosts)]
-    request = {"op": "measure", "rows": rows, "form": form, "capacity": capacity, "tokens": tokens}
-    answers = ranks.all({**request, "rounds": rounds, "seed": 1})
-    nic = max(network.sent_bytes(host) - old for host, old in zip(range(hosts), before, strict=True)) / (rounds + 2)
-    slowest = [max(answers, key=lambda answer: sum(answer["seconds"][r]))["seconds"][r] for r in range(rounds)]
-    median = statistics.median_low([sum(pair) for pair in slowest])
-    dispatch, combine = next(pair for pair in slowest if sum(pair) == median)
-    hops = [max(answer["hops"][hop] for answer in answers) for hop in range(3)]
-    name = f"fixed capacity {capacity}" if capacity else form
-    return Row(name, dispatch, combine, nic, hops)
+@dataclass(frozen=True, slots=True)
+class LinkRates:
+    """Bytes per second of a rank's link inside a host, of a host's, and of a rack's."""
+
+    rank: float
+    host: float
+    rack: float
+
+    @classmethod
+    def of(cls, shape: Shape, mbit: float, probed: dict[str, Any]) -> LinkRates:
+        """As shaped, or as probed: there a rank's share of its host's link is measured while all send."""
+        host = mbit * 1e6 / 8 if mbit else probed["between"] * shape.local
+        rack = mbit * 1e6 / 8 if mbit else probed["between"] * shape.size / shape.racks
+        return cls(probed["inside"], host, rack)
+
+    def use(self, row: Row) -> list[float]:
+        """Share of each class of link's rate that a row's bytes took, over whole exchanges."""
+        rounds = len(row.times)
+        parts = [(row.hops[0] / rounds, self.rank), (max(row.hosts) / rounds, self.host)]
+        if row.racks:
+            parts.append((max(row.racks) / rounds, self.rack))
+        return [nbytes / row.mean_seconds / rate for nbytes, rate in parts]
 
 
-def report(console: Console, title: str, rows: list[Row], chosen: str) -> None:
+def measure(ranks: Ranks, rows: str, ways: list[Way], tokens: int, rounds: int) -> list[Row]:
+    """All ways in turn, round by round, after one that is not counted."""
+    network, hosts, racks = ranks.network, ranks.shape.hosts, ranks.shape.racks
+    found = [Row(way, [], [0.0] * hosts, [0.0] * (racks - 1), [0.0] * 3) for way in ways]
+
+    def sent() -> list[int]:
+        return [network.sent_bytes(host) for host in range(hosts)] + [network.rack_bytes(n) for n in range(1, racks)]
+
+    for number in range(rounds + 1):
+        for row in found:
+            way, before = row.way, sent()
+            request = {"op": "measure", "rows": rows, "form": way.form, "capacity": way.capacity, "tokens": tokens}
+            answers = ranks.all({**request, "piece_bytes": way.piece_bytes, "rounds": 1, "seed": 1})
+            if not number:
+                continue
+            more = [new - old for new, old in zip(sent(), before, strict=True)]
+            row.hosts = [have + nbytes for have, nbytes in zip(row.hosts, more[:hosts], strict=True)]
+            row.racks = [have + nbytes for have, nbytes in zip(row.racks, more[hosts:], strict=True)]
+            row.hops = [have + max(a["hops"][hop] for a in answers) for hop, have in enumerate(row.hops)]
+            slowest = max((answer["seconds"][0] for answer in answers), key=sum)
+            row.times.append((slowest[0], slowest[1]))
+    return found
+
+
+def report(console: Console, title: str, rows: list[Row], rates: LinkRates, chosen: str) -> None:
     """One table, with ratios to the flat form of the same run."""
-    flat = rows[0].seconds
-    lines = [
-        [row.form, f"{row.seconds * 1e3:.1f}", f"{row.dispatch * 1e3:.1f}", f"{row.combine * 1e3:.1f}",
-         f"{flat / row.seconds:.2f}x", f"{row.nic / 1e6:.2f}", " / ".join(f"{hop / 1e6:.2f}" for hop in row.hops)]
-        for row in rows
-    ]  # fmt: skip
-    heads = ["form", "ms", "dispatch", "combine", "speed to flat", "NIC MB", "MB a rank: in node / nodes / racks"]
+    flat, lines = rows[0].seconds, []
+    for row in rows:
+        dispatch, combine = row.median
+        rounds = len(row.times)
+        lines.append(
+            [row.way.name, f"{row.seconds * 1e3:.1f}", f"{dispatch * 1e3:.1f}", f"{combine * 1e3:.1f}",
+             f"{flat / row.seconds:.2f}x", f"{max(row.hosts) / rounds / 1e6:.2f}",
+             " / ".join(f"{hop / rounds / 1e6:.2f}" for hop in row.hops),
+             " / ".join(f"{share:.0%}" for share in rates.use(row))]
+        )  # fmt: skip
+    heads = ["form", "ms", "dispatch", "combine", "to flat", "NIC MB", "MB a rank: in host / hosts / racks", "link use"]
     grid = Table(title=title, title_justify="left")
     for head in heads:
         grid.add_column(head, justify="left" if head == "form" else "right")
@@ -190,11 +259,14 @@ def follow_a_link(console: Console, network: Network, ranks: Ranks) -> None:
     )
 
 
-def bench_rows(console: Console, ranks: Ranks, rows: str, title: str, args: argparse.Namespace) -> None:
+def bench_rows(console: Console, ranks: Ranks, rows: str, mbit: float, args: argparse.Namespace) -> None:
     """All forms of one kind of rows at one speed, in long and in short steps."""
     found = ranks.all({"op": "probe", "rows": rows, "tokens": args.tokens, "small": SMALL_TOKENS})[0]
-    long = [measure(ranks, rows, form, args.tokens, args.rounds) for form in FORMS]
-    by_form = {row.form: row.seconds for row in long}
+    rates = LinkRates.of(ranks.shape, mbit, found)
+    pieces = [kib << 10 for kib in args.piece_kib]
+    ways = [Way(form, 0, size) for form in FORMS for size in pieces if form in EXACT or size == pieces[0]]
+    long = measure(ranks, rows, [way if way.form in EXACT else Way(way.form) for way in ways], args.tokens, args.rounds)
+    by_form = {row.way.form: row.seconds for row in reversed(long)}
     ratio = by_form["flat-reduced"] / by_form["hierarchical-reduced"]
     chosen = (
         f"probe: {found['links']}; expected {found['expected'][0]} (exact), {found['any']} (any); "
@@ -203,11 +275,12 @@ def bench_rows(console: Console, ranks: Ranks, rows: str, title: str, args: argp
         f"{by_form['flat'] / by_form['hierarchical-reduced']:.2f}x as flat\n"
         f"{found['reasons'][0].partition('; ')[2]}\n"
     )
-    report(console, f"{title}, {args.tokens} tokens a rank", long, chosen)
-    small = [measure(ranks, rows, form, SMALL_TOKENS, 5) for form in ("flat", "hierarchical")]
-    small.insert(1, measure(ranks, rows, "flat", SMALL_TOKENS, 5, SMALL_TOKENS))
+    title = f"{ranks.shape}, {f'{mbit:g} Mbit/s' if mbit else 'unlimited'}, {rows} rows"
+    report(console, f"{title}, {args.tokens} tokens a rank", long, rates, chosen)
+    ways = [Way("flat"), Way("flat", SMALL_TOKENS), Way("hierarchical")]
+    small = measure(ranks, rows, ways, SMALL_TOKENS, 5)
     short = f"short steps: {found['reasons'][1]}; capacity {found['tried'][1] or 'none'}\n"
-    report(console, f"{title}, {SMALL_TOKENS} tokens a rank", small, short)
+    report(console, f"{title}, {SMALL_TOKENS} tokens a rank", small, rates, short)
 
 
 def judge(ranks: Ranks, rows: str, args: argparse.Namespace) -> Iterator[list[str]]:
@@ -242,13 +315,13 @@ def bench(console: Console, shape: Shape, args: argparse.Namespace) -> None:
             for mbit in args.mbit:
                 network.limit(mbit or None)
                 network.limit_racks(mbit or None)
-                speed = f"{mbit:g} Mbit/s" if mbit else "unlimited"
                 for rows in args.rows:
                     if args.choices:
+                        speed = f"{mbit:g} Mbit/s" if mbit else "unlimited"
                         for line in judge(ranks, rows, args):
                             choices.add_row(f"{speed}, {rows}", *line)
                     else:
-                        bench_rows(console, ranks, rows, f"{shape}, {speed}, {rows} rows", args)
+                        bench_rows(console, ranks, rows, mbit, args)
             if args.choices:
                 console.print(choices)
             if args.follow:
@@ -262,6 +335,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", type=Shape.parse)
     parser.add_argument("--mbit", action="append", type=float)
     parser.add_argument("--rows", action="append", choices=["float32", "narrow"])
+    parser.add_argument("--piece-kib", action="append", type=int, help="of a piece; 0: whole; both by default")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--top-k", type=int, default=8)
@@ -274,7 +348,8 @@ def main() -> None:
     args = parser.parse_args()
     args.mbit = ([] if args.follow else [0, 1000, 200]) if args.mbit is None else args.mbit
     args.rows = args.rows or ["float32", "narrow"]
-    console = Console(width=160 if args.choices else 130)
+    args.piece_kib = args.piece_kib or [PIECE_BYTES >> 10, 0]
+    console = Console(width=160 if args.choices else 150)
     for shape in args.shape or [Shape(1, 2, 2), Shape(1, 2, 4)]:
         try:
             bench(console, shape, args)

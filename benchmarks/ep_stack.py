@@ -16,6 +16,7 @@ import numpy as np
 from coterie.comm.exchange import Exchange, FormPolicy
 from coterie.comm.mesh import Mesh
 from coterie.comm.transport import Handle
+from coterie.comm.travel import Travel
 from coterie.kernels.api import Array, Prepared
 from coterie.kernels.batch import ForwardBatch
 from coterie.kernels.native import NativeKernels
@@ -28,19 +29,24 @@ from coterie.observe.stages import StageTimer
 from coterie.observe.trace import Trace, chrome_events, coverage
 from coterie.spec.model import MoESpec
 from coterie.spec.placement import ExpertPlacement
-from coterie.spec.weights import BF16, F32, MatrixSpec
+from coterie.spec.weights import BF16, F32, MatrixSpec, WeightFormat
+
+FORMATS = {"float32": BF16, "int8": WeightFormat("int8", 32, "f16")}
+"""Of the experts, by what their rows are on the way out (bf16 weights take float32 rows where no tiles round them)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sleeping:
-    """Experts or attention of a device that leaves the host idle for `seconds`; rows come back as they are."""
+    """Experts or attention of a device that leaves the host idle for `seconds`; rows of `hidden` values come back as
+    they are, of narrow ones the codes."""
 
     seconds: float
+    hidden: int
 
     def forward(self, rows: Array, counts: Array) -> Array:
         """Rows unchanged, later."""
         time.sleep(self.seconds)
-        return rows
+        return rows if rows.dtype == np.float32 else rows[:, : self.hidden].view(np.int8) / np.float32(127)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +76,15 @@ class Stack:
         mesh.world.stamp_ends = True  # type: ignore[attr-defined]
         self.hidden, self.top_k, self.experts = request["hidden"], request["top_k"], placement.num_experts
         self.num_layers, self.inner, self.repeats = request["layers"], request["inner"], request["repeats"]
+        self.format = FORMATS[request["out"]]
         self.exchange = Exchange(mesh, placement, policy)
         self.rng = np.random.default_rng(mesh.world.rank)
         shared = np.random.default_rng(1)  # the routers are the same on all ranks
         self.gate = self._bank(1, self.experts, self.hidden, shared)
         self.square = self._bank(1, self.hidden, self.hidden, self.rng)
         self.banks = self._experts(placement.slots_per_rank)
+        narrow = self.banks.gate_up if request["out"] != "float32" else None
+        self.travel = Travel(self.kernels, narrow, rounded=request["back"] == "bfloat16")
 
     def _bank(self, count: int, rows: int, cols: int, rng: np.random.Generator) -> Any:
         (bank,) = self.kernels.allocate(count, MatrixSpec(rows, cols, F32))
@@ -85,7 +94,9 @@ class Stack:
 
     def _experts(self, count: int) -> Experts:
         gate_up, down = self.kernels.allocate(
-            count, MatrixSpec(2 * self.inner, self.hidden, BF16, 2), MatrixSpec(self.hidden, self.inner, BF16)
+            count,
+            MatrixSpec(2 * self.inner, self.hidden, self.format, 2),
+            MatrixSpec(self.hidden, self.inner, self.format),
         )
         for bank, rows, cols in ((gate_up, 2 * self.inner, self.hidden), (down, self.hidden, self.inner)):
             values = (self.rng.normal(size=(rows, cols)) / np.sqrt(cols)).astype(np.float32)
@@ -98,13 +109,13 @@ class Stack:
         attention: Attention = Products(self.kernels, self.square, self.repeats)
         experts: Any = self.banks
         if compute != "real":
-            attention = experts = Sleeping(seconds / 2 if compute == "sleep" else 0.0)
+            attention = experts = Sleeping(seconds / 2 if compute == "sleep" else 0.0, self.hidden)
         elif alone:  # as many rows as arrive from all ranks, through the experts that are here
             experts = Folded(self.banks, self.experts // self.exchange.mesh.world.size)
         router = Router(MoESpec(self.experts, self.top_k, self.inner, scoring="softmax"), self.gate, None, self.kernels)
         layers = []
         for layer in range(self.num_layers):
-            dispatcher = Dispatcher(self.experts, self.kernels, None if alone else self.exchange, 0)
+            dispatcher = Dispatcher(self.experts, self.kernels, None if alone else self.exchange, 0, self.travel)
             layers.append(MoELayer(layer, router, dispatcher, experts, None, None, self.kernels, self.timer))
         return attention, layers
 

@@ -19,7 +19,8 @@ from coterie.comm.exchange import FormPolicy
 from coterie.kernels.native import NativeKernels
 from coterie.model.overlap import drive
 
-EXACT = [FormPolicy(), FormPolicy(capacity=9), FormPolicy("hierarchical", capacity=1), FormPolicy("hierarchical")]
+EXACT = [FormPolicy(), FormPolicy(capacity=9), FormPolicy("hierarchical", capacity=1), FormPolicy("hierarchical"),
+         FormPolicy(piece_bytes=1), FormPolicy("hierarchical", piece_bytes=1)]  # fmt: skip
 REDUCED = [FormPolicy("flat-reduced"), FormPolicy("hierarchical-reduced")]
 
 

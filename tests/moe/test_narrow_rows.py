@@ -36,6 +36,8 @@ FORMS = {
     "fixed, too small": FormPolicy(capacity=2),
     "hierarchical": FormPolicy("hierarchical"),
     "hierarchical, fixed": FormPolicy("hierarchical", capacity=4),
+    "flat, far first": FormPolicy(piece_bytes=1),
+    "hierarchical, in pieces": FormPolicy("hierarchical", piece_bytes=1),
 }
 SIZES = (5, 0, 9, 3)
 
@@ -56,7 +58,8 @@ def on_ranks(
     overlap: bool = False,
 ) -> list[np.ndarray]:
     """The outputs of as many ranks as there are parts, the second of two batches."""
-    table = placement(len(parts), 2 if policy.sized.startswith("hier") else 1, copies=copies)
+    nodes = 2 if policy.sized.startswith("hier") or policy.piece_bytes == 1 else 1
+    table = placement(len(parts), nodes, copies=copies)
     exchanges = [make_exchange(transport, table, policy) for transport in LocalTransport.group(len(parts))]
     layers = [make_layer(kernels, exchange, None, precision=precision) for exchange in exchanges]
     outputs: list[Any] = []

@@ -14,6 +14,7 @@ import numpy as np
 
 from coterie.comm import live
 from coterie.comm.buffers import BufferPool
+from coterie.comm.link_use import LinkUse
 from coterie.comm.live import LiveState, Rates
 from coterie.comm.mesh import Mesh
 from coterie.comm.slots import Integers, SlotTable
@@ -31,15 +32,23 @@ WORDS = 5
 HEAD = WORDS + live.WORDS
 """With what a rank says of its own speed."""
 
+PIECES = 4
+"""In how many pieces a payload between nodes is cut at most."""
+
+PIECE_BYTES = 256 << 10
+"""Of a rank's payload to other nodes, what a piece has at least: below it the wire is not what is waited for."""
+
 
 @dataclass(frozen=True, slots=True)
 class FormPolicy:
     """`sized`: the form of batches of any size. `capacity`: rows that a rank may send to each other rank in the form of
     fixed capacity, which needs no counts beforehand; 0 does not use it. The reduced forms return sums per rank or node:
-    fewer bytes, repeatable, equal to one rank only up to rounding."""
+    fewer bytes, repeatable, equal to one rank only up to rounding. `piece_bytes`: in exact forms outputs for other
+    nodes, and in the hierarchical one rows too, leave first and in pieces of at least so many bytes; 0: all whole."""
 
     sized: FormName = "flat"
     capacity: int = 0
+    piece_bytes: int = PIECE_BYTES
 
     def __post_init__(self) -> None:
         if self.sized not in FORMS:
@@ -54,15 +63,31 @@ class FormPolicy:
 
 
 class Counts(NamedTuple):
-    """What every rank sends, gathered: `rows` [R, R] to each rank, `pairs` [R, R], `nodes` [R, nodes]."""
+    """What every rank sends, gathered, of each of C parts of its tokens: `rows` [R, C, R] to each rank, `nodes`
+    [R, C, nodes]; `pairs` [R, R] of all tokens."""
 
-    rows: Int64
+    by_part: Int64
     pairs: Int64
     nodes: Int64
 
-    def sources(self, rank: int) -> Int64:
-        """Source of each row that reaches `rank` in the flat forms: by source rank."""
-        return np.repeat(np.arange(len(self.rows)), self.rows[:, rank])
+    @property
+    def rows(self) -> Int64:
+        """Rows to each rank [R, R]."""
+        return self.by_part.sum(1)
+
+    def far_pairs(self, node_of: Int64) -> int:
+        """The most pairs that a rank sends to other nodes, or whose outputs it gets back from there."""
+        return int((self.pairs * (node_of[:, None] != node_of)).sum(1).max())
+
+    def from_nodes(self, rank: int, per_node: int) -> Int64:
+        """Rows that reach `rank` from each node in the hierarchical forms, to stay or to be passed on [nodes]."""
+        return self.nodes[rank % per_node :: per_node, :, rank // per_node].sum(1)
+
+    def crossing(self, node_of: Int64) -> int:
+        """The most rows that a rank sends to other nodes in the hierarchical forms."""
+        nodes = self.nodes.sum(1)
+        own = nodes[np.arange(len(nodes)), node_of]
+        return int((nodes.sum(1) - own).max())
 
     def forwarded(self, rank: int, per_node: int) -> Int64:
         """The same in the hierarchical forms: by forwarder, whose rows are by source node."""
@@ -106,7 +131,8 @@ class Exchange:
                 f"{np.bincount(mesh.node_of).tolist()} ranks on {mesh.num_nodes} nodes; use flat"
             )
         self.mesh, self.policy, self.pool = mesh, policy, BufferPool()
-        self.live, self.chooser = LiveState(mesh.world.size), chooser
+        self.live, self.links, self.chooser = LiveState(mesh.world.size), LinkUse(), chooser
+        self._carried_until = 0
         self.version, self.adaptations = -1, 0
         self.last_counts = np.zeros((placement.num_layers, placement.num_experts), np.int64)
         self.overflows = 0
@@ -193,7 +219,11 @@ class Exchange:
         if self.chooser is None:
             return
         inside, between = self.mesh.by_link(group, counts)
+        together = min(max(self._carried_until - handle.begun_ns, 0), handle.ended_ns - handle.begun_ns)
+        self._carried_until = max(self._carried_until, handle.ended_ns)
         self.live.carried(inside * width, between * width, handle.ended_ns - handle.begun_ns)
+        self.live.together(together)
+        self.links.carried((inside * width, between * width), handle.begun_ns, handle.ended_ns)
 
     def read_experts(self, gathered: Int64, header: list[int], layer: int) -> Int64:
         """All ranks' rows per expert [R, E], checked and kept."""
@@ -201,15 +231,22 @@ class Exchange:
         self.note_experts(layer, experts)
         return experts
 
-    def read_counts(self, gathered: Int64, header: list[int], layer: int) -> Counts:
-        """All ranks' rows and pairs to each rank and rows to each node (0 in flat forms). Rows per expert may follow
-        (where there are copies, unless gathered before); they are kept for the layer's next batch."""
+    def read_counts(self, gathered: Int64, header: list[int], layer: int, parts: int = 1) -> Counts:
+        """All ranks' rows and pairs to each rank and rows to each node (0 in flat forms), of `parts` parts of their
+        tokens. Rows per expert may follow (where there are copies, unless gathered before); they are kept for the
+        layer's next batch."""
         size, nodes = self.mesh.world.size, self.mesh.num_nodes
-        rows, pairs, between, experts = np.split(self.hear(gathered, header), np.cumsum([size, size, nodes]), axis=1)
+        lengths = np.cumsum([parts * size, size, parts * nodes])
+        rows, pairs, between, experts = np.split(self.hear(gathered, header), lengths, axis=1)
         self.note_experts(layer, experts)
         if self.chooser is not None:
             self.chooser.entered(FORMS[header[0]], pairs)
-        return Counts(rows, pairs, between)
+        return Counts(rows.reshape(size, parts, size), pairs, between.reshape(size, parts, nodes))
+
+    def pieces(self, most: int) -> int:
+        """In how many pieces all ranks cut a payload of which a rank sends at most so many bytes to other nodes."""
+        size = self.policy.piece_bytes
+        return min(max(most // size, 1), PIECES) if size else 1
 
     def note_experts(self, layer: int, experts: Int64) -> None:
         """Keep gathered rows per expert [R, E] (or of no columns) for the layer's next batch."""

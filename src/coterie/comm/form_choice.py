@@ -222,4 +222,6 @@ def open_exchange(
     else:
         policy, chosen, settled = yield from settle(mesh, links, traffic, trial)
     chooser = FormChoice(mesh, links, traffic, settled=settled) if mesh.has_rails else None
-    return Exchange(mesh, placement, policy, chooser), (*chosen, rows)
+    exchange = Exchange(mesh, placement, policy, chooser)
+    exchange.links.rates = [links.inside, links.between]
+    return exchange, (*chosen, rows)

@@ -66,6 +66,10 @@ class LiveState:
             if nbytes >= LEAST_BYTES and nbytes >= (inside, between)[1 - hop]:
                 self._best[hop] = max(self._best[hop], nbytes * 1e9 / max(nanoseconds, 1))
 
+    def together(self, nanoseconds: int) -> None:
+        """Note that the last payload was for so long under way beside others: that time is counted once."""
+        self._carrying -= nanoseconds
+
     def words(self) -> Int64:
         """What this rank says of itself in its next header; time of payloads is said once."""
         per_row = self._spent / self._rows if self._rows else 0.0

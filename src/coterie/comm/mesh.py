@@ -57,6 +57,12 @@ class Mesh:
         return self.world.size // self.num_nodes
 
     @property
+    def near(self) -> range:
+        """The ranks of this rank's node."""
+        own = np.flatnonzero(self.node_of == self.node_of[self.world.rank])
+        return range(int(own[0]), int(own[-1]) + 1)
+
+    @property
     def has_rails(self) -> bool:
         """Whether the hierarchical forms are possible."""
         return self.rail is not None

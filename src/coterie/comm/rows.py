@@ -8,6 +8,7 @@ Letters: T tokens, K experts per token, D destinations, M rows sent, N rows rece
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,6 +84,45 @@ def fan_out(member: NDArray[np.bool_]) -> FanOut:
 def in_order(counts: Int64) -> FanOut:
     """All rows as they lie, the first `counts[0]` to destination 0 and so on."""
     return FanOut(np.arange(int(counts.sum())), counts)
+
+
+class Part(NamedTuple):
+    """One transfer of a payload: what goes to each destination, and how many rows come from each."""
+
+    plan: FanOut
+    received: Int64
+
+    @property
+    def leaving(self) -> int:
+        """Rows to send."""
+        return len(self.plan.row)
+
+    @property
+    def coming(self) -> int:
+        """Rows to receive."""
+        return int(self.received.sum())
+
+
+def far_first(plan: FanOut, received: Int64, near: range, pieces: int) -> list[Part]:
+    """A payload in parts: what goes to and comes from ranks that are not `near`, every rank's share of it cut in so
+    many pieces, then the rest."""
+    is_near = np.zeros(len(received), np.bool_)
+    is_near[near.start : near.stop] = True
+    ends = np.cumsum(plan.counts)
+    begins = ends - plan.counts
+    far, parts = np.where(is_near, 0, plan.counts), []
+    for piece in range(pieces):
+        start, stop = begins + far * piece // pieces, begins + far * (piece + 1) // pieces
+        order = [plan.row[a:b] for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
+        coming = np.where(is_near, 0, received * (piece + 1) // pieces - received * piece // pieces)
+        parts.append(Part(FanOut(np.concatenate(order), stop - start), coming))
+    own = plan.row[int(begins[near.start]) : int(ends[near.stop - 1])]
+    return [*parts, Part(FanOut(own, np.where(is_near, plan.counts, 0)), np.where(is_near, received, 0))]
+
+
+def sources_of(parts: Sequence[Part]) -> Int64:
+    """Source of each row that arrives, part by part [N]."""
+    return np.concatenate([np.repeat(np.arange(len(part.received)), part.received) for part in parts])
 
 
 def row_counts(member: NDArray[np.bool_]) -> Int64:
@@ -165,10 +205,12 @@ def check_equal(what: str, counted: Int64, announced: Int64) -> None:
 
 
 class WayBack(NamedTuple):
-    """Where the exact forms find the outputs that come back: `position` [T, K], `counts` [R] from each rank."""
+    """Where the exact forms find the outputs that come back: `position` [T, K], `counts` [R] from each rank. `pieces`:
+    in how many those of far ranks come first; 0: all at once, by rank."""
 
     position: Int64
     counts: Int64
+    pieces: int = 0
 
     @classmethod
     def of(cls, slots: NDArray[np.int32], slots_per_rank: int, num_ranks: int) -> WayBack:
@@ -177,3 +219,18 @@ class WayBack(NamedTuple):
         position = np.empty(len(rank), np.int64)
         position[rank.argsort(kind="stable")] = np.arange(len(rank))
         return cls(position.reshape(slots.shape), np.bincount(rank, minlength=num_ranks))
+
+    def far_first(self, ranks: Integers, near: range, pieces: int) -> WayBack:
+        """The same where outputs come back in the parts that `far_first` makes. `ranks` [T, K]: which computes each."""
+        every = np.arange(len(self.counts))
+        is_near = (every >= near.start) & (every < near.stop)
+        begins = np.arange(pieces + 1)[:, None] * self.counts // pieces  # of each rank's share [pieces + 1, R]
+        taken = np.diff(begins, axis=0)
+        taken[:, is_near] = 0
+        sizes = np.concatenate([taken, np.where(is_near, self.counts, 0)[None]])
+        starts = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(sizes.shape)
+        within = self.position - (np.cumsum(self.counts) - self.counts)[ranks]
+        piece = ((within + 1) * pieces - 1) // self.counts[ranks]
+        piece = np.where(is_near[ranks], pieces, piece)
+        begins[pieces] = 0  # the near part has all of a share
+        return self._replace(position=starts[piece, ranks] + within - begins[piece, ranks], pieces=pieces)

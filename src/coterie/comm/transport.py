@@ -45,10 +45,13 @@ class CountMismatch(TransportError):
 class Handle(Protocol):
     """A pending exchange."""
 
-    begun_ns: int
-    ended_ns: int
-    """When it was posted and when it was complete (monotonic clock); the latter 0 until then, and not later than the
-    end of `wait` once that has returned."""
+    @property
+    def begun_ns(self) -> int:
+        """When it was posted (monotonic clock)."""
+
+    @property
+    def ended_ns(self) -> int:
+        """When it was complete; 0 until then, and not later than the end of `wait` once that has returned."""
 
     @property
     def carries_rows(self) -> bool:

@@ -51,7 +51,18 @@ def merged(living: Sequence[Stats], lost: Sequence[Stats], group: GroupStats | N
         classes=_classes(living, lost),
         group=group,
         balancedness=next((stats.balancedness for stats in living if stats.balancedness), {}),
+        hops=_hops(every),
     )
+
+
+def _hops(every: Iterable[Stats]) -> dict[str, tuple[int, float]]:
+    """Sums by class of hop."""
+    sums: dict[str, tuple[int, float]] = {}
+    for stats in every:
+        for name, (sent, could) in stats.hops.items():
+            before = sums.get(name, (0, 0.0))
+            sums[name] = before[0] + sent, before[1] + could
+    return sums
 
 
 def _classes(living: Sequence[Stats], lost: Sequence[Stats]) -> tuple[ClassStats, ...]:

@@ -182,7 +182,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     prompts took of late. classes: none if the engine has one class only. group: of several ranks. experts_moved: that
     came from other ranks; move_cycles, moves_failed: how often the ranks were through with moving what should move, and
     how often they had to give it up. balancedness: by MoE layer, mean rows of the ranks over the busiest one's in the
-    last window between two decisions on moves.
+    last window between two decisions on moves. hops: by class of hop between ranks, payload bytes that were sent, and
+    those that the links could have carried in that time.
     """
 
     num_running: int
@@ -204,6 +205,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     move_cycles: int = 0
     moves_failed: int = 0
     balancedness: dict[int, float] = {}
+    hops: dict[str, tuple[int, float]] = {}
 
 
 class Regrouped(msgspec.Struct, frozen=True, tag="regrouped"):

@@ -23,6 +23,7 @@ import numpy as np
 
 from coterie.comm.exchange import Exchange
 from coterie.comm.form_choice import open_exchange
+from coterie.comm.link_use import LinkUse
 from coterie.comm.probe import Traffic
 from coterie.comm.tensor_group import TensorGroup
 from coterie.comm.transport import RankLost, Transport, TransportError, check_agreement
@@ -102,6 +103,7 @@ class Rank:
         self._held = dict(seat.experts)
         self.choices: tuple[Choice, ...] = ()
         self.rebalancer: Rebalancer | None = None
+        self.links = LinkUse()
         self.on_moved: Callable[[Moved], None] = lambda moved: None
         self._moving = None if not seat.rebalance.steps else self._prepare_moves()
         self._generation = self._newest = -1
@@ -128,6 +130,7 @@ class Rank:
         exchange: Exchange | None = None
         if placement.num_layers:
             exchange, self.choices = self._open(serve, placement, trials=regroup.generation == FIRST)
+            self.links.rates, exchange.links = exchange.links.rates, self.links
         tensor = self._tensor_group(serve, place)
         runtime = replace(model.runtime, transport=serve, exchange=exchange, group=tensor)
         if weights is not None and self._moving is not None and exchange is not None:
@@ -268,6 +271,7 @@ def serve_rank(rank: Rank, wire: Wire[Any], messages: Iterable[ToRank]) -> None:
     inbox: SimpleQueue[ToRank | None] = SimpleQueue()
     rank.on_moved = wire.send
     loop = EngineLoop(rank.core, inbox, deliver_to(wire))
+    loop.links = rank.links
     ended = threading.Event()
 
     def read() -> None:

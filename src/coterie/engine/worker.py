@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from coterie.comm.link_use import LinkUse
 from coterie.engine.core import EngineCore
 from coterie.engine.group import Entry, Group
 from coterie.engine.messages import Abort, Add, Drain, FromEngine, Output, Regroup, Stats, ToEngine, ToRank, Wake
@@ -44,6 +45,7 @@ class EngineLoop:
     ) -> None:
         self.core, self.group = core, group or Group()
         self.rebalancer: Rebalancer | None = None
+        self.links = LinkUse()
         self._moved = self._move_cycles = self._moves_failed = 0
         self.wake = 0
         self._inbox = inbox
@@ -146,13 +148,14 @@ class EngineLoop:
             self._deliver(outputs)
 
     def stats(self) -> Stats:
-        """The core's, with what moved here."""
+        """The core's, with what moved here and what the exchanges carried."""
         return msgspec.structs.replace(
             self.core.stats(),
             experts_moved=self._moved,
             move_cycles=self._move_cycles,
             moves_failed=self._moves_failed,
             balancedness={} if self.rebalancer is None else self.rebalancer.balancedness,
+            hops=self.links.by_class(),
         )
 
     def _move(self, rebalancer: Rebalancer, slowest: int) -> None:

@@ -15,7 +15,8 @@ from coterie.comm.exchange import COUNTED, Exchange
 from coterie.comm.transport import Handle, Int64
 from coterie.comm.travel import Travel
 from coterie.kernels.api import Array, Kernels, Routed, SortedRows
-from coterie.moe.forms import Call, FixedForm, FlatForm, Forms, sized_forms
+from coterie.moe.form import Call
+from coterie.moe.forms import FixedForm, FlatForm, Forms, sized_forms
 
 
 @dataclass(slots=True, eq=False)

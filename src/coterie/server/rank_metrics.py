@@ -48,7 +48,28 @@ def rank_families(prefix: str, model_name: str, stats: Stats) -> Iterator[Metric
     for layer, value in stats.balancedness.items():
         even.add_metric((model_name, str(layer)), value)
     yield even
+    yield from _by_hop(prefix, model_name, stats)
     yield from _by_rank(prefix, model_name, stats)
+
+
+def _by_hop(prefix: str, model_name: str, stats: Stats) -> Iterator[Metric]:
+    """Sums of all ranks; use is their ratio since the start, and rates of both counters give that of a window."""
+    labels = ("model_name", "hop")
+    sent = CounterMetricFamily(prefix + "ep_sent_bytes", "Bytes of rows and outputs between ranks.", labels=labels)
+    could = CounterMetricFamily(
+        prefix + "ep_link_capacity_bytes",
+        "Bytes that the links would have carried while such payloads were under way, at the rates of the probe.",
+        labels=labels,
+    )
+    use = GaugeMetricFamily(
+        prefix + "ep_link_use", "Bytes that were sent over bytes that could have been, since the start.", labels=labels
+    )
+    for hop, (nbytes, capacity) in stats.hops.items():
+        sent.add_metric((model_name, hop), nbytes)
+        could.add_metric((model_name, hop), capacity)
+        if capacity:
+            use.add_metric((model_name, hop), nbytes / capacity)
+    yield from (sent, could, use)
 
 
 def _by_rank(prefix: str, model_name: str, stats: Stats) -> Iterator[Metric]:
