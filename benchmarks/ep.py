@@ -5,13 +5,13 @@
 
 Hosts are network namespaces of this machine (ep_net.py; root, or `unshare -Urnm`), ranks are processes in them. A shape
 is hosts x ranks a host; 2x2x2 is racks x hosts x ranks. `--mbit 0` is an unlimited link. Rows are float32 both ways, or
-narrow: int8 with a factor per 32 values out, bf16 back. The exact forms are measured with what goes to other hosts first
-and in pieces of at least so many KiB, and whole (0). Forms take turns in every round; times are medians over rounds of
-the slowest rank: compare them within one run only, as all ranks share this machine's cores. `link use` is a class of
-hops' bytes over the time of the whole exchange, over what its link carries: that of a rank inside a host as probed, of
-the busiest host and rack as shaped (as probed where unlimited); a shaper lets its burst (128 KB) pass at once, so small
-steps may show more than all. `--choices N` chooses the form N times at each speed, by expectation and by trials, and
-says by how much each choice is slower than the fastest exact form of the same run.
+narrow: int8 with a factor per 32 values out, bf16 back. The exact forms are measured with what goes to other hosts
+first and in pieces of at least so many KiB, and whole (0). Forms take turns in every round; times are medians over
+rounds of the slowest rank: compare them within one run only, as all ranks share this machine's cores. `link use` is a
+class of hops' bytes over the time of the whole exchange, over what its link carries: that of a rank inside a host as
+probed, of the busiest host and rack as shaped (as probed where unlimited); a shaper lets its burst (128 KB) pass at
+once, so small steps may show more than all. `--choices N` chooses the form N times at each speed, by expectation and by
+trials, and says by how much each choice is slower than the fastest exact form of the same run.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class Rank:
         start = time.monotonic()
         tried, chosen, _ = drive(settle(self.mesh, links, traffic, self._trial(request)))
         return {"links": str(links), "inside": links.inside, "between": links.between, "any": any_form.sized,
-                "expected": [policy.sized, policy.capacity], "tried": [tried.sized, tried.capacity], "reasons": [choice.reason for choice in chosen],
-                "seconds": time.monotonic() - start}  # fmt: skip
+                "expected": [policy.sized, policy.capacity], "tried": [tried.sized, tried.capacity],
+                "reasons": [choice.reason for choice in chosen], "seconds": time.monotonic() - start}  # fmt: skip
 
     def compare(self, request: dict[str, Any]) -> dict[str, Any]:
         """Seconds of each round of several (form, capacity), in turns."""

@@ -50,3 +50,14 @@ def test_a_slow_rank_is_known_by_all_after_a_window() -> None:
     assert not state.conclude()[0], "a rank that has not computed is not judged"
     told(state, [[100, 0, 0, 0], [10**9, 0, 0, 0], [100, 0, 0, 0]])
     assert state.conclude()[0] and state.speeds.min() == 0.125
+
+
+def test_payloads_that_are_under_way_together_count_once() -> None:
+    state = LiveState(1)
+    state.carried(0, 1 << 20, 5_000)
+    state.carried(0, 1 << 20, 4_000)
+    state.together(3_000)
+    state.heard(state.words()[None])
+    assert state.carrying == 6_000
+    state.heard(state.words()[None])
+    assert state.carrying == 0, "said once"
