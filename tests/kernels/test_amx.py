@@ -52,6 +52,18 @@ def test_integer_products_have_the_bits_of_the_vector_kernels(format: WeightForm
             assert tiles.linear(x[begin:end], bank, bias).tobytes() == wanted[begin:end].tobytes(), (rows, cols, begin)
 
 
+@pytest.mark.parametrize("isa", TILED)
+def test_scales_beyond_f16_are_the_same_for_few_rows_and_many(isa: str) -> None:
+    weight, x = normal(1, 40, 100), normal(2, 40, 100)
+    weight[3, 40] = 1e12
+    for format in (WeightFormat("int8", 32, "f16"), WeightFormat("code4", 32, "f16", INT4_TABLE)):
+        kernels, bank = filled(isa, weight, format)
+        got = kernels.linear(x, bank)
+        assert not np.isfinite(got[:, 3]).any() and np.isfinite(got[:, 4:]).all()
+        for row in range(40):
+            assert kernels.linear(x[row : row + 1], bank).tobytes() == got[row].tobytes()
+
+
 def tile_order(x: Floats, weight: Floats) -> Floats:
     """x @ weight.T as documented for the bf16 tile product: 32 columns at a time, even and odd columns apart."""
     pad = -x.shape[1] % 32

@@ -111,6 +111,28 @@ def test_codes_are_placed_exactly(format: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("group", [16, 32, 128])
+@pytest.mark.parametrize("kind", ["int8", "code4"])
+def test_bits_of_a_product_do_not_depend_on_the_type_of_its_scales(isa: str, group: int, kind: str) -> None:
+    """Kernels leave out a conversion where scales are f16; the same scales as f32 take the plain way."""
+    kernels, rng = NativeKernels(2, isa), np.random.default_rng(group)
+    table = INT4 if kind == "code4" else ()
+    formats = [WeightFormat(kind, group, scale, table) for scale in ("f16", "f32")]
+    banks = [kernels.allocate(1, MatrixSpec(75, 333, format))[0] for format in formats]
+    codes = rng.integers(0, 16 if kind == "code4" else 256, (75, 333)).astype(np.uint8)
+    scales = rng.standard_normal((75, -(-333 // group))).astype(np.float16)
+    scales[3], scales[4], scales[5, 1] = 6e-8, -65504, 0
+    codes[6] = 0  # the largest sums
+    for bank in banks:
+        kernels.fill_codes(bank, 0, 0, codes, scales.astype(np.float32), None)
+    x = normal(group, 90, 333)
+    x[:2] = -1
+    for rows in (1, 2, 5, 13, 90):
+        got, wanted = (kernels.linear(x[:rows], bank) for bank in banks)
+        assert got.tobytes() == wanted.tobytes(), rows
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_products(format: WeightFormat, isa: str) -> None:
     kernels = NativeKernels(2, isa)

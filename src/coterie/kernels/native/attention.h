@@ -77,31 +77,26 @@ COTERIE_INLINE void score_tile(const float* query, std::int64_t dim, const Rows&
   }
 }
 
-// Turns `count` >= 1 scores into weights against the new maximum; returns the factor for what was summed before.
-COTERIE_INLINE float fold_softmax(float* scores, int count, float* top, float* total) {
-  for (int j = count; j < kTile; ++j) scores[j] = scores[0];
-  Vec tops = splat(*top);
-  for (int j = 0; j < kTile; j += kLanes) {
-    const Vec score = load(scores + j);
+// The largest of `top` and `count` >= 1 scores.
+COTERIE_INLINE float largest_score(const float* scores, int count, float top) {
+  const Vec rest = splat(scores[0]);
+  Vec tops = splat(top);
+  for (int j = 0; j < count; j += kLanes) {
+    const Vec score = first_lanes(load(scores + j), count - j, rest);
     tops = score > tops ? score : tops;  // a NaN is passed over here and makes the weights NaN
   }
-  float lanes[kLanes];
-  store(lanes, tops);
-  float now = lanes[0];
-  for (int i = 1; i < kLanes; ++i) now = lanes[i] > now ? lanes[i] : now;
+  return largest(tops);
+}
+
+// Turns `count` scores into weights against the maximum; returns their sum.
+COTERIE_INLINE float weigh_scores(float* scores, int count, float top) {
   Vec sums = {};
-  for (int j = 0; j < kTile; j += kLanes) {
-    Vec weight = exp(load(scores + j) - splat(now));
-    if (j + kLanes > count) {
-      for (int i = 0; i < kLanes; ++i) weight[i] = j + i < count ? weight[i] : 0.0f;
-    }
+  for (int j = 0; j < count; j += kLanes) {
+    const Vec weight = first_lanes(exp(load(scores + j) - splat(top)), count - j, Vec{});
     store(scores + j, weight);
     sums = sums + weight;
   }
-  const float factor = exp(splat(*top - now))[0];
-  *top = now;
-  *total = *total * factor + sum(sums);
-  return factor;
+  return sum(sums);
 }
 
 // out[r] = out[r] * factor[r] + sum of weights[r][j] * values[j] over [begin, end), of V vectors.
@@ -189,12 +184,17 @@ static void fold_pairs(const AttentionArgs& args, const AttentionTask& task, con
   }
   if (count[R - 1] == 0) return;
   float scores[R][kTile];
-  float factor[R];
   score_tile<R>(work.query + pair * work.key_dim, work.key_dim, tile.keys, count[R - 1], args.scale, scores,
                 pair + R == task.rows * task.heads ? &tile.ahead : nullptr);
+  float *top = work.now.top + pair, *total = work.now.total + pair;
+  float factor[kLanes] = {};  // for what was summed before; first the maximum's step
   for (int r = 0; r < R; ++r) {
-    if (count[r] == 0) continue;
-    factor[r] = fold_softmax(scores[r], count[r], work.now.top + pair + r, work.now.total + pair + r);
+    const float now = count[r] ? largest_score(scores[r], count[r], top[r]) : top[r];
+    factor[r] = top[r] - now, top[r] = now;
+  }
+  store(factor, exp(load(factor)));
+  for (int r = 0; r < R; ++r) {
+    if (count[r]) total[r] = total[r] * factor[r] + weigh_scores(scores[r], count[r], top[r]);
   }
   float* out = work.now.out + pair * work.value_dim;
   if (count[0] > 0) {

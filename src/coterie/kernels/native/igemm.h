@@ -4,10 +4,12 @@
 // integer. Groups are then added in order: F = fma(float(dot) * s, a, F), where dot is that of the signed codes: the
 // products of the stored unsigned ones, started at the group's offset. Affine kinds subtract float(sum(x)) * m before
 // the factor a. So a row's bits depend on the row alone. F stays in registers over a block of columns and in a small
-// buffer between blocks; inputs are taken kBlock columns at a time so that codes stay in L1.
+// buffer between blocks; inputs are taken kBlock columns at a time so that codes stay in L1. In groups of 32 the two
+// vector units are busy for 8 products and 3 other instructions; started sums (layout.h) make that 8 and 2.
 
 constexpr std::int64_t kBlock = 512;
 constexpr std::int64_t kAhead = 4096;  // bytes that codes are fetched before they are needed
+constexpr std::int64_t kSpreadRows = 13;  // rows from which on it pays to spread nibbles to bytes first
 
 // Rows that share a load of codes, and the vectors of outputs and of independent sums that so many rows leave room for.
 #if defined(__AVX512F__)
@@ -93,6 +95,13 @@ COTERIE_INLINE VecU load_codes(const unsigned char* quad, int lane, const unsign
   return nibbles;
 }
 
+// What a block of rows fetches of the codes that come next: of every `step` bytes, those of kQuadStep quads, the first
+// `bytes` from `at` on. The blocks of rows share a block of columns' worth evenly, so that memory is never idle.
+struct Fetch {
+  const unsigned char* at;
+  std::int64_t step, bytes;
+};
+
 // A panel's codes from a column block on, and what a group's sum is turned into.
 struct IntPanel {
   const unsigned char* codes;
@@ -100,19 +109,27 @@ struct IntPanel {
   const unsigned char* mins;
   const unsigned char* table;
   std::int64_t group_begin, group_end;
+  Fetch fetch;
 };
 
-// Fetches a quad that R rows need later, as measured to be best: nibbles to the first level; bytes to the second only,
-// as two lines a quad would take all the outstanding misses of the first, and a block ahead where more rows take longer.
-template <Store S, int R>
+constexpr int kQuadStep = 4;  // a group is whole steps
+
+// Fetches a quad that one or two rows need later, as measured to be best: nibbles to the first level; bytes to the
+// second only, as two lines a quad would take all the outstanding misses of the first.
+template <Store S>
 COTERIE_INLINE void fetch_codes(const unsigned char* quad) {
   if constexpr (S != Store::bytes) {
     __builtin_prefetch(quad + kAhead);
   } else {
-    constexpr std::int64_t kBytesAhead = R <= 2 ? kAhead : kBlock * kPanel;
-    __builtin_prefetch(quad + kBytesAhead, 0, 2);
-    __builtin_prefetch(quad + kBytesAhead + 64, 0, 2);
+    __builtin_prefetch(quad + kAhead, 0, 2);
+    __builtin_prefetch(quad + kAhead + 64, 0, 2);
   }
+}
+
+// The same of more rows.
+COTERIE_INLINE void fetch_share(Fetch& fetch) {
+  for (std::int64_t i = 0; i < fetch.bytes; i += 64) __builtin_prefetch(fetch.at + i, 0, 2);
+  fetch.at += fetch.step;
 }
 
 // Fetches the scales of a later group, of the next panel after the last one.
@@ -130,29 +147,67 @@ COTERIE_INLINE std::int64_t quads_of(const GemmTask& task, std::int64_t group) {
   return (left < task.weight.group ? left : task.weight.group) / 4;
 }
 
-// The sums of one group for R rows.
+// A sum that began at kFloatBits, times its scale, where `less` is what that start makes of it, negated: exactly that, so
+// the result is rounded once, as is that of a conversion and a product.
+COTERIE_INLINE Vec scale_started(VecI sum, Vec scale, [[maybe_unused]] Vec less) {
+#if defined(__AVX2__)
+  return fma((Vec)sum, scale, less);
+#else  // nothing fuses
+  return __builtin_convertvector(sum - kFloatBits, Vec) * scale;
+#endif
+}
+
+// Rows that lie `step` elements apart. Three registers give the addresses of six of them; compilers are kept from
+// making a pointer of each, which would not fit.
+template <class T>
+struct Strided {
+  const T* first;
+  const T* fourth;
+  std::int64_t step;
+
+  Strided(const T* base, std::int64_t step) : first(base), fourth(base + 3 * step), step(step) {}
+  __attribute__((always_inline)) void advance(std::int64_t by) {
+    first += by, fourth += by;
+    asm("" : "+r"(step));
+  }
+  __attribute__((always_inline)) const T* row(int r) const {
+    return r < 3 ? first + r * step : fourth + (r - 3) * step;
+  }
+};
+
+// Where a block of rows stands in its columns.
+struct IntPlace {
+  Strided<std::int8_t> x;
+  const unsigned char* w;
+  Fetch fetch;
+};
+
+// The sums of one group for R rows; goes on to the next group.
 template <Store S, int R>
-COTERIE_INLINE void int_sums(const std::int8_t* const* x, const unsigned char* w, const unsigned char* table, int lane,
-                             std::int64_t quads, VecI (*sums)[int_vectors(R)]) {
-  constexpr int V = int_vectors(R), C = int_chains(R);
+COTERIE_INLINE void int_sums(IntPlace& at, const unsigned char* table, int lane, std::int64_t quads,
+                             VecI (*sums)[int_vectors(R)]) {
+  constexpr int V = int_vectors(R), C = int_chains(R), U = R <= 2 ? C : kQuadStep;
   VecI acc[C][R][V] = {};
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < V; ++v) acc[0][r][v] = sums[r][v];
   }
-  for (std::int64_t i = 0; i < quads; i += C) {
+  const unsigned char* end = at.w + quads * kQuadBytes<S>;
+  do {
+    if constexpr (R > 2) fetch_share(at.fetch);
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c, w += kQuadBytes<S>) {
+    for (int u = 0; u < U; ++u, at.w += kQuadBytes<S>) {
       Codes codes[V];
-      for (int v = 0; v < V; ++v) codes[v] = as_codes(load_codes<S>(w, lane + v * kLanes, table));
-      fetch_codes<S, R>(w);
+      for (int v = 0; v < V; ++v) codes[v] = as_codes(load_codes<S>(at.w, lane + v * kLanes, table));
+      if constexpr (R <= 2) fetch_codes<S>(at.w);
       for (int r = 0; r < R; ++r) {
         std::int32_t four;
-        std::memcpy(&four, x[r] + (i + c) * 4, 4);
+        std::memcpy(&four, at.x.row(r) + u * 4, 4);
         const Inputs inputs = as_inputs(four);
-        for (int v = 0; v < V; ++v) acc[c][r][v] = dot(acc[c][r][v], codes[v], inputs);
+        for (int v = 0; v < V; ++v) acc[u % C][r][v] = dot(acc[u % C][r][v], codes[v], inputs);
       }
     }
-  }
+    at.x.advance(U * 4);
+  } while (at.w != end);
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < V; ++v) {
       sums[r][v] = acc[0][r][v];
@@ -161,69 +216,88 @@ COTERIE_INLINE void int_sums(const std::int8_t* const* x, const unsigned char* w
   }
 }
 
-template <Store S, bool Affine, int R>
+// How a group's sum becomes a float: started sums need no conversion, affine kinds have a min.
+enum class Scaling { started, converted, affine };
+
+template <Store S, Scaling K, int R>
 static __attribute__((noinline)) void int_block(const GemmTask& task, const IntPanel& panel, std::int64_t row, int lane,
                                                 float* running) {
   constexpr int V = int_vectors(R);
   const Matrix& m = task.weight;
   const Activations& q = task.quantized;
-  const std::int32_t* offsets = q.sums + row * m.groups;
-  const float* factors = q.scales + row * q.groups;
-  const unsigned char* w = panel.codes;
+  const std::int64_t whole = m.group / 4, last = quads_of(task, m.groups - 1);
+  const std::int64_t begin = panel.group_begin * m.group / q.group;
+  std::int64_t end = (begin + 1) * q.group;  // of the columns that share a factor
+  IntPlace place{{q.codes + row * q.stride + panel.group_begin * m.group, q.stride}, panel.codes, panel.fetch};
+  Strided<std::int32_t> offsets(q.sums + row * m.groups + panel.group_begin, m.groups);
+  Strided<float> factors(q.scales + row * q.groups + begin, q.groups);
   float* target = running + row * kPanel + lane;
   Vec total[R][V];
-  const std::int8_t* x[R];
   for (int r = 0; r < R; ++r) {
-    x[r] = q.codes + (row + r) * q.stride + panel.group_begin * m.group;
     for (int v = 0; v < V; ++v) total[r][v] = load(target + r * kPanel + v * kLanes);
   }
-  for (std::int64_t group = panel.group_begin; group < panel.group_end; ++group) {
-    const std::int64_t quads = quads_of(task, group), factor = group * m.group / q.group;
+  std::int64_t group = panel.group_begin;
+  do {
     VecI sums[R][V];
     for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < V; ++v) sums[r][v] = Affine ? VecI{} : offsets[r * m.groups + group] - VecI{};
+      for (int v = 0; v < V; ++v) sums[r][v] = K == Scaling::affine ? VecI{} : *offsets.row(r) - VecI{};
     }
     fetch_scales(m, panel.scales, group);
-    if constexpr (Affine) fetch_scales(m, panel.mins, group);
-    int_sums<S, R>(x, w, panel.table, lane, quads, sums);
-    w += quads * kQuadBytes<S>;
-    for (int r = 0; r < R; ++r) x[r] += quads * 4;
+    if constexpr (K == Scaling::affine) fetch_scales(m, panel.mins, group);
+    int_sums<S, R>(place, panel.table, lane, group + 1 < m.groups ? whole : last, sums);
     for (int v = 0; v < V; ++v) {
       const std::int64_t at = group * kPanel + lane + v * kLanes;
-      const Vec scale = load_scales(panel.scales, at, m.format.scale);
-      Vec min = {};
-      if constexpr (Affine) min = -load_scales(panel.mins, at, m.format.scale);
-      for (int r = 0; r < R; ++r) {
-        Vec value = __builtin_convertvector(sums[r][v], Vec) * scale;
-        if constexpr (Affine) value = fma(splat(static_cast<float>(offsets[r * m.groups + group])), min, value);
-        total[r][v] = fma(value, splat(factors[r * q.groups + factor]), total[r][v]);
+      if constexpr (K == Scaling::started) {
+        const Vec scale = load_f16(reinterpret_cast<const std::uint16_t*>(panel.scales) + at);
+        const Vec less = scale * splat(-kFloatStart);
+        for (int r = 0; r < R; ++r) {
+          total[r][v] = fma(scale_started(sums[r][v], scale, less), splat(*factors.row(r)), total[r][v]);
+        }
+      } else {
+        const Vec scale = load_scales(panel.scales, at, m.format.scale);
+        Vec min = {};
+        if constexpr (K == Scaling::affine) min = -load_scales(panel.mins, at, m.format.scale);
+        for (int r = 0; r < R; ++r) {
+          Vec value = __builtin_convertvector(sums[r][v], Vec) * scale;
+          if constexpr (K == Scaling::affine) value = fma(splat(static_cast<float>(*offsets.row(r))), min, value);
+          total[r][v] = fma(value, splat(*factors.row(r)), total[r][v]);
+        }
       }
     }
-  }
+    const bool next = (group + 1) * m.group == end;
+    end += next ? q.group : 0;
+    factors.advance(next);
+    offsets.advance(1);
+  } while (++group < panel.group_end);
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < V; ++v) store(target + r * kPanel + v * kLanes, total[r][v]);
   }
 }
 
 // `rows` rows from `row` on, at most R.
-template <Store S, bool Affine, int R>
+template <Store S, Scaling K, int R>
 COTERIE_INLINE void int_block_of(const GemmTask& task, const IntPanel& panel, std::int64_t row, std::int64_t rows,
                                  float* running) {
   if constexpr (R > 1) {
-    if (rows < R) return int_block_of<S, Affine, R - 1>(task, panel, row, rows, running);
+    if (rows < R) return int_block_of<S, K, R - 1>(task, panel, row, rows, running);
   }
   for (int lane = 0; lane < kPanel; lane += int_vectors(R) * kLanes) {
-    int_block<S, Affine, R>(task, panel, row, lane, running);
+    int_block<S, K, R>(task, panel, row, lane, running);
   }
 }
 
-// All rows, in blocks of nearly the same size.
-template <Store S, bool Affine>
-static void int_rows(const GemmTask& task, const IntPanel& panel, float* running) {
+// All rows, in blocks of nearly the same size. Blocks of columns that stay in the first cache are fetched once by all
+// of them together, longer ones by each.
+template <Store S, Scaling K>
+static void int_rows(const GemmTask& task, IntPanel panel, float* running) {
   std::int64_t blocks = (task.rows + kIntRows - 1) / kIntRows;
-  for (std::int64_t row = 0; blocks > 0; --blocks) {
-    const std::int64_t rows = (task.rows - row + blocks - 1) / blocks;
-    int_block_of<S, Affine, kIntRows>(task, panel, row, rows, running);
+  const std::int64_t step = panel.fetch.step, parts = task.weight.group <= kBlock ? blocks : 1;
+  const std::int64_t share = round_up((step + parts - 1) / parts, 64);
+  for (std::int64_t row = 0, fetched = 0; blocks > 0; --blocks) {
+    const std::int64_t rows = (task.rows - row + blocks - 1) / blocks, left = step - fetched;
+    panel.fetch.bytes = left < share ? left : share;
+    int_block_of<S, K, kIntRows>(task, panel, row, rows, running);
+    if (parts > 1) panel.fetch.at += panel.fetch.bytes, fetched += panel.fetch.bytes;
     row += rows;
   }
 }
@@ -242,24 +316,60 @@ static void store_panel(const GemmTask& task, std::int64_t panel, const float* r
   }
 }
 
-template <Store S, bool Affine>
+// One byte a code for `count` quads; signed codes of bytes if asked (tables hold what is wanted).
+template <Store S, bool Signed>
+static void spread_codes(const unsigned char* quads, std::int64_t count, const unsigned char* table,
+                         unsigned char* out) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    for (int lane = 0; lane < kPanel; lane += kLanes) {
+      VecU codes = load_codes<S>(quads + i * kQuadBytes<S>, lane, table);
+      if constexpr (Signed) codes ^= 0x80808080u;
+      std::memcpy(out + i * kQuadBytes<Store::bytes> + lane * 4, &codes, sizeof codes);
+    }
+  }
+}
+
+// A block of columns against all rows. Nibbles that many rows read are spread once.
+template <Store S, Scaling K>
+static void int_columns(const GemmTask& task, IntPanel panel, float* running) {
+  if constexpr (S != Store::bytes) {
+    if (task.rows >= kSpreadRows && task.weight.group <= kBlock) {
+      alignas(64) unsigned char spread[kBlock * kPanel];
+      const std::int64_t before = (panel.group_end - 1 - panel.group_begin) * task.weight.group / 4;
+      spread_codes<S, false>(panel.codes, before + quads_of(task, panel.group_end - 1), panel.table, spread);
+      panel.codes = spread;
+      return int_rows<Store::bytes, K>(task, panel, running);
+    }
+  }
+  int_rows<S, K>(task, panel, running);
+}
+
+template <Store S, Scaling K>
 static void int_gemm(const GemmTask& task) {
+  constexpr std::int64_t kStep = kQuadStep * kQuadBytes<S>;
   alignas(64) float running[kMaxIntRows * kPanel];
   alignas(16) unsigned char table[16];
   const Matrix& m = task.weight;
   for (int i = 0; i < 16; ++i) table[i] = static_cast<unsigned char>(m.format.table[i] + 128);
   const bool blocked = task.rows > kIntRows && m.group <= kBlock;
   const std::int64_t step = blocked ? kBlock / m.group : m.groups;
+  const std::int64_t ahead = blocked || S == Store::bytes ? kBlock / 4 * kQuadBytes<S> : kAhead;
   for (std::int64_t p = task.panel_begin; p < task.panel_end; ++p) {
     const unsigned char* base = m.data + p * m.panel_bytes;
     std::memset(running, 0, sizeof(float) * static_cast<std::size_t>(task.rows * kPanel));
     for (std::int64_t group = 0; group < m.groups; group += step) {
       const std::int64_t end = group + step < m.groups ? group + step : m.groups;
       const unsigned char* codes = base + group * m.group / 4 * kQuadBytes<S>;
-      int_rows<S, Affine>(task, {codes, base + m.scales_at, base + m.mins_at, table, group, end}, running);
+      const IntPanel panel{codes, base + m.scales_at, base + m.mins_at, table, group, end, {codes + ahead, kStep, 0}};
+      int_columns<S, K>(task, panel, running);
     }
     store_panel(task, p, running);
   }
+}
+
+template <Store S>
+static void int_gemm(const GemmTask& task) {
+  return start_of(task.weight.format) ? int_gemm<S, Scaling::started>(task) : int_gemm<S, Scaling::converted>(task);
 }
 
 static void gemm(const GemmTask& task) {
@@ -268,11 +378,10 @@ static void gemm(const GemmTask& task) {
     case Kind::f32: return gemm_typed<Kind::f32>(task);
     case Kind::bf16: return gemm_typed<Kind::bf16>(task);
     case Kind::fp8: return gemm_typed<Kind::fp8>(task);
-    case Kind::int8: return int_gemm<Store::bytes, false>(task);
-    case Kind::affine8: return int_gemm<Store::bytes, true>(task);
-    case Kind::affine4: return int_gemm<Store::nibbles, true>(task);
-    case Kind::code4:
-      return is_even(format) ? int_gemm<Store::nibbles, false>(task) : int_gemm<Store::table, false>(task);
+    case Kind::int8: return int_gemm<Store::bytes>(task);
+    case Kind::affine8: return int_gemm<Store::bytes, Scaling::affine>(task);
+    case Kind::affine4: return int_gemm<Store::nibbles, Scaling::affine>(task);
+    case Kind::code4: return is_even(format) ? int_gemm<Store::nibbles>(task) : int_gemm<Store::table>(task);
   }
 }
 
@@ -318,7 +427,7 @@ static void sum_codes(const QuantizeInputs& args, std::int64_t row) {
     const std::int64_t size = args.last - at < args.weight_group ? args.last - at : args.weight_group;
     std::int32_t sum = 0;
     for (std::int64_t i = 0; i < size; ++i) sum += codes[at + i];
-    args.sums[row * args.weight_groups + at / args.weight_group] = args.zero * sum;
+    args.sums[row * args.weight_groups + at / args.weight_group] = args.start + args.zero * sum;
   }
 }
 
@@ -349,7 +458,9 @@ static void quantize_inputs(const QuantizeInputs& args, std::int64_t begin, std:
       const std::int64_t size = args.last - at < args.group ? args.last - at : args.group;
       const Span span = quantize_span(x + at, size, codes + at);
       args.scales[row * args.groups + at / args.group] = span.factor;
-      if (args.weight_group == args.group) args.sums[row * args.groups + at / args.group] = args.zero * span.sum;
+      if (args.weight_group == args.group) {
+        args.sums[row * args.groups + at / args.group] = args.start + args.zero * span.sum;
+      }
     }
     pad_codes(args, row);
     if (args.weight_group != args.group) sum_codes(args, row);

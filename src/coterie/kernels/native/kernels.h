@@ -12,8 +12,8 @@
 namespace coterie {
 
 // Rows of int8 activations: codes [rows, stride] (columns padded with zeros to 64), scales [rows, groups], one for
-// every `group` columns, and for each scale group of the weights the sum of its codes times the `zero` of the weights
-// (layout.h), [rows, weight groups].
+// every `group` columns, and for each scale group of the weights the sum of its codes times the `zero` of the weights,
+// plus their `start` (layout.h), [rows, weight groups].
 // For bf16 weights, where the level takes bf16 activations: codes are bf16 values, padded with zeros to 32 columns;
 // `stride` stays in bytes; no scales and no sums.
 struct Activations {
@@ -60,7 +60,7 @@ struct QuantizeInputs {
   float* scales;
   std::int32_t* sums;
   std::int64_t stride, group, groups, weight_group, weight_groups;
-  std::int32_t zero;
+  std::int32_t zero, start;
 };
 
 // Format and width of a weight row that is to be quantised; `group` in columns, never 0.

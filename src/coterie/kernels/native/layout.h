@@ -33,6 +33,18 @@ static inline std::int32_t zero_of(const Format& format) {
   return format.kind == Kind::code4 && is_even(format) ? format.table[0] : -128;
 }
 
+// What the sum of a group's products starts at besides its offset, as bits of the float kFloatStart = 1.5 * 2^23: read
+// as a float, such a sum is kFloatStart + sum exactly, so that fma(it, s, -kFloatStart * s) is sum * s, rounded once, and
+// needs no conversion. That holds where sums stay below 2^22 and kFloatStart * s is exact: short groups, f16 scales (of
+// which an infinite one gives NaN). Else 0.
+inline constexpr std::int32_t kFloatBits = 0x4b400000;
+inline constexpr float kFloatStart = 12582912.0f;
+
+static inline std::int32_t start_of(const Format& format) {
+  const bool is_short = format.group > 0 && format.group <= 256;
+  return is_short && !is_affine(format.kind) && format.scale == ScaleType::f16 ? kFloatBits : 0;
+}
+
 // Columns that the codes of a matrix (and int8 activations for it) are padded to.
 static inline std::int64_t padded_cols(Kind kind, std::int64_t cols) {
   return round_up(cols, kind == Kind::f32 ? 1 : kind == Kind::bf16 ? 32 : 64);

@@ -13,7 +13,7 @@ namespace {
 bool same_inputs(const Matrix& a, const Matrix& b) {
   return is_integer(a.format.kind) == is_integer(b.format.kind) &&
          (a.format.kind == Kind::bf16) == (b.format.kind == Kind::bf16) && a.cols == b.cols && a.group == b.group &&
-         zero_of(a.format) == zero_of(b.format);
+         zero_of(a.format) == zero_of(b.format) && start_of(a.format) == start_of(b.format);
 }
 
 // What is alive at once of a long step: gathered rows, and floats of the experts' outputs. Both bound memory, and leave

@@ -13,15 +13,19 @@ namespace coterie {
 namespace {
 
 constexpr std::int64_t kProductChunk = 1 << 18;  // multiply-adds of a task
+constexpr std::int64_t kLongChunk = 1 << 22;     // of one of a product that is long enough for many of them
+constexpr std::int64_t kManyTasks = 16;
 constexpr std::int64_t kFloatRows = 64;          // rows of a task of a float kind
 
-// Cuts the panels of one product, and its rows, into ranges of about kProductChunk multiply-adds.
+// Cuts the panels of one product, and its rows, into ranges of about kProductChunk multiply-adds; up to kLongChunk
+// where panels are many, so that a thread goes on with the panel that it has begun to fetch.
 void split(const Product& p, const Activations& quantized, const Panels& panels, std::vector<GemmTask>& tasks) {
   const std::int64_t most = quantized.codes ? kMaxIntRows : kFloatRows;
   for (std::int64_t row = 0; row < p.rows; row += most) {
     const std::int64_t rows = std::min(most, p.rows - row);
     const std::int64_t panel_cost = std::max<std::int64_t>(1, rows * p.weight.cols * kPanel);
-    const std::int64_t step = std::max<std::int64_t>(1, kProductChunk / panel_cost);
+    const std::int64_t most_panels = std::min(kLongChunk / panel_cost, (panels.last - panels.first) / kManyTasks);
+    const std::int64_t step = std::max({std::int64_t{1}, kProductChunk / panel_cost, most_panels});
     const Activations q = rows_from(quantized, row, p.weight.groups);
     for (std::int64_t panel = panels.first; panel < panels.last; panel += step) {
       tasks.push_back({p.x + row * p.x_stride, p.x_stride, q, p.weight, p.bias, p.out + row * p.out_stride,
@@ -72,12 +76,12 @@ QuantizeInputs Device::inputs_for(const Matrix& weight, std::int64_t rows, Scrat
   const std::int64_t stride = input_stride(weight.format.kind, weight.cols);
   auto* codes = space.take<std::int8_t>((rows + kTileSlack) * stride);
   if (bf16) {
-    return {x, x_stride, weight.cols, 0, weight.cols, codes, nullptr, nullptr, stride, kActivationGroup, 0, 0, 0, 0};
+    return {x, x_stride, weight.cols, 0, weight.cols, codes, nullptr, nullptr, stride, kActivationGroup, 0, 0, 0, 0, 0};
   }
   const std::int64_t group = activation_group(weight), groups = (weight.cols + group - 1) / group;
   return {x, x_stride, weight.cols, 0, weight.cols, codes, space.take<float>(rows * groups),
           space.take<std::int32_t>(rows * weight.groups), stride, group, groups, weight.group, weight.groups,
-          zero_of(weight.format)};
+          zero_of(weight.format), start_of(weight.format)};
 }
 
 void Device::run_tasks(const std::vector<GemmTask>& tasks, std::int64_t cost) {

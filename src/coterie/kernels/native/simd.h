@@ -146,14 +146,28 @@ COTERIE_INLINE Vec max(Vec a, Vec b) {
   return a < b ? b : a;
 }
 
+// The first n lanes of v, those of `rest` after.
+COTERIE_INLINE Vec first_lanes(Vec v, int n, Vec rest) {
+  VecI lane = {};
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  return lane < n ? v : rest;
+}
+
 // Sum of the lanes by halves: a fixed tree.
 COTERIE_INLINE float sum(Vec v) {
+#if defined(__AVX512F__)
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
   float lanes[kLanes];
   store(lanes, v);
   for (int half = kLanes / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   }
   return lanes[0];
+#endif
 }
 
 // The largest lane; of numbers only.

@@ -76,12 +76,13 @@ struct Inputs {
     activations = {codes.data(), scales.data(), sums.data(), stride, group, (kCols + group - 1) / group};
   }
 
-  // Of the codes of each row and scale group, times the zero of the weights.
+  // Of the codes of each row and scale group, as kernels take them.
   void add_sums(std::int64_t stride) {
     for (std::int64_t row = 0; row < kRows; ++row) {
       for (std::int64_t first = 0; first < kCols; first += weight.group) {
         const std::int8_t* x = codes.data() + row * stride;
-        sums.push_back(zero_of(weight.format) * std::accumulate(x + first, x + std::min(kCols, first + weight.group), 0));
+        const std::int32_t sum = std::accumulate(x + first, x + std::min(kCols, first + weight.group), 0);
+        sums.push_back(start_of(weight.format) + zero_of(weight.format) * sum);
       }
     }
   }

@@ -112,7 +112,7 @@ struct Pending {
 
 // Adds pending sums to the running results.
 template <Zero Z, int G>
-static void drain(const Pending& p, std::int64_t factor_stride, std::int64_t offset_stride) {
+static void drain(const Pending& p, std::int64_t factor_stride, std::int64_t offset_stride, std::int32_t start) {
   constexpr int V = kPanel / kLanes;
   Vec scale[G][V], min[G][V];
   const float* factors[G];
@@ -136,7 +136,7 @@ static void drain(const Pending& p, std::int64_t factor_stride, std::int64_t off
       for (int v = 0; v < V; ++v) {
         VecI sum;
         std::memcpy(&sum, sums + g * kTileBlock * kPanel + v * kLanes, sizeof sum);
-        if constexpr (Z == Zero::offset) sum += offsets[g] - VecI{};
+        if constexpr (Z == Zero::offset) sum += offsets[g] - start - VecI{};
         Vec value = __builtin_convertvector(sum, Vec) * scale[g][v];
         if constexpr (Z == Zero::affine) value = fma(splat(static_cast<float>(offsets[g])), min[g][v], value);
         total[v] = fma(value, factor, total[v]);
@@ -145,19 +145,6 @@ static void drain(const Pending& p, std::int64_t factor_stride, std::int64_t off
     }
     for (int v = 0; v < V; ++v) store(running + v * kLanes, total[v]);
     sums += kPanel, running += kPanel, offsets += offset_stride;
-  }
-}
-
-// One byte a code, as the tiles multiply them, for `count` quads: signed, unsigned for affine kinds.
-template <Store S, Zero Z>
-static void spread_codes(const unsigned char* quads, std::int64_t count, const unsigned char* table,
-                         unsigned char* out) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    for (int lane = 0; lane < kPanel; lane += kLanes) {
-      VecU codes = load_codes<S>(quads + i * kQuadBytes<S>, lane, table);
-      if constexpr (S == Store::bytes && Z == Zero::none) codes ^= 0x80808080u;
-      std::memcpy(out + i * 128 + lane * 4, &codes, sizeof codes);
-    }
   }
 }
 
@@ -192,7 +179,7 @@ class IntTiles {
     const unsigned char* stored = base_ + first / 4 * kQuadBytes<S>;
     codes_ = stored;
     if constexpr (Z != Zero::offset) {
-      spread_codes<S, Z>(stored, (last - first) / 4, table_, spread_);
+      spread_codes<S, S == Store::bytes && Z == Zero::none>(stored, (last - first) / 4, table_, spread_);
       codes_ = spread_;
     }
     const std::int64_t row_tiles = (task_.rows + kTileBlock - 1) / kTileBlock;
@@ -216,7 +203,8 @@ class IntTiles {
     for (std::int64_t group = begin_; group < end_; ++group) {
       for (int lane = 0; lane < kPanel; lane += kLanes) {
         const std::int64_t from = group * kPanel + lane, to = (group - begin_) * kPanel + lane;
-        store(scales_ + to, load_scales(base_ + m_.scales_at, from, m_.format.scale));
+        const Vec scale = load_scales(base_ + m_.scales_at, from, m_.format.scale);
+        store(scales_ + to, start_of(m_.format) ? fma(scale, Vec{}, scale) : scale);  // infinite: NaN, as of started sums
         if constexpr (Z == Zero::affine) store(mins_ + to, load_scales(base_ + m_.mins_at, from, m_.format.scale));
       }
     }
@@ -291,9 +279,10 @@ class IntTiles {
 
   void drain_pending() {
     const std::int64_t factors = task_.quantized.groups, offsets = m_.groups;
-    if (pending_.groups == kDrained) drain<Z, kDrained>(pending_, factors, offsets);
-    if (pending_.groups == 2) drain<Z, 2>(pending_, factors, offsets);
-    if (pending_.groups == 1) drain<Z, 1>(pending_, factors, offsets);
+    const std::int32_t start = start_of(m_.format);
+    if (pending_.groups == kDrained) drain<Z, kDrained>(pending_, factors, offsets, start);
+    if (pending_.groups == 2) drain<Z, 2>(pending_, factors, offsets, start);
+    if (pending_.groups == 1) drain<Z, 1>(pending_, factors, offsets, start);
     pending_.groups = 0;
   }
 
