@@ -1,12 +1,13 @@
 """`plan step` against the engine: decode and prefill of models that the calibration never ran, on this machine.
 
-    python benchmarks/plan_vs_engine.py [--hardware machine.yaml] [--cases demo,v2-lite-bf16,v2-lite-int8] [--json OUT]
+    python benchmarks/plan_vs_engine.py [--hardware machine.yaml] [--cases demo,v2-lite-bf16,v2-lite-int8,v2-lite-int4]
+        [--layers 3] [--json OUT]
 
 Without --hardware the machine is calibrated first (`coterie plan calibrate`). Then each case runs in the engine: the
-shipped model, and DeepSeek-V2-Lite's shape cut to a few layers with random weights, bf16 and int8. The table has the
-time measured (lower quartile of decode steps, fastest of a few prompts) and two predictions: with the file as it is,
-and with the file's rates scaled by what memory and multipliers give in the same moment, which is the error of the
-model alone on a host whose speed changes. Nothing is fitted here.
+shipped model, and DeepSeek-V2-Lite's shape cut to a few layers with random weights, in bf16, int8 and int4 (the head
+bf16). The table has the time measured (lowest tenth of decode steps, fastest of a few prompts) and two predictions:
+with the file as it is, and with the file's rates scaled by what memory and multipliers give in the same moment, which
+is the error of the model alone on a host whose speed changes. Nothing is fitted here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import statistics
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from make_checkpoint import Cut, make_config
@@ -39,6 +41,8 @@ from coterie.spec.weights import QuantPlan
 DECODE = ((1, 128), (1, 1024), (2, 128), (4, 128), (16, 128))
 PREFILL = (64, 256, 512)
 STEPS, ROUNDS = 16, 2
+QUANTISED: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
+CASES = ("demo", "v2-lite-bf16", *(f"v2-lite-{form}" for form in QUANTISED))
 Rates = tuple[float, float, float]
 """Bytes a second read, operations a second of the wide and of the integer unit."""
 
@@ -101,7 +105,10 @@ def cases(layers: int) -> list[Case]:
     return [
         Case("demo", open_model(shipped_model_path()), common, "bf16"),
         Case("v2-lite-bf16", open_model(cut), dummy, "bf16"),
-        Case("v2-lite-int8", open_model(cut), replace(dummy, quant=QuantPlan("int8", "int8")), "int8"),
+        *(
+            Case(f"v2-lite-{form}", open_model(cut), replace(dummy, quant=QuantPlan(form, form, "bf16")), form)
+            for form in QUANTISED
+        ),
     ]
 
 
@@ -171,7 +178,7 @@ def summary(results: list[Result]) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hardware", help="a file of `plan calibrate` (default: calibrate first)")
-    parser.add_argument("--cases", default="demo,v2-lite-bf16,v2-lite-int8")
+    parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="of the calibration")
     parser.add_argument("--json", type=Path)

@@ -37,6 +37,14 @@ def test_errors_are_summed_up_by_phase_and_case() -> None:
     assert lines["prefill", "a"] == ["1", "100 %", "100 %", "50 %", "50 %"]
 
 
+def test_every_form_of_weights_is_a_case() -> None:
+    found = {case.name: case for case in benchmark.cases(2)}
+    assert list(found) == list(benchmark.CASES)
+    quant = found["v2-lite-int4"].config.quant
+    assert (quant.experts, quant.attention, quant.head) == ("int4", "int4", "bf16")
+    assert found["v2-lite-int4"].form == "int4" and len(found["v2-lite-int4"].files.spec.layers) == 2
+
+
 def test_the_shipped_model_runs_beside_its_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,13 +13,12 @@ from coterie.cli.plan_output import number, say, show_json, table
 from coterie.cli.ranges import FiniteRange
 from coterie.planner.batch import MOST, BatchLimits, batch_limits
 from coterie.planner.cost import Efficiency, OpCost, StepCost, mixed_step, prior
+from coterie.planner.known import MEASURED, check_engine, layout_flags, least_spread
 from coterie.planner.memory import Load
 from coterie.planner.ops import Point, requests_per_group
 from coterie.planner.quantity import Flag, Kind, Quantity
 from coterie.spec.hardware import HardwareSpec
 
-MEASURED_SPREAD = (1.2, 1.3)
-"""Of decode and prefill on a machine that was calibrated: `benchmarks/plan_vs_engine.py`."""
 PRIOR_SPREAD = (1.8, 2.0)
 """Of a CPU server that was not calibrated: published CPU rows lie about so far apart at equal rates."""
 
@@ -155,13 +154,11 @@ def source(
 ) -> Source:
     """Our engine measured on the machine, an engine fitted on published runs, or a prior. `seconds` prices the step
     that the interval is for. Raises SpecError for an engine that nothing is known of here."""
-    from coterie.planner.known import check_engine, layout_flags, least_spread
-
     hw, number = asked.hardware, int(prompt)
     check_engine(engine, hw, asked.measured)
     if asked.measured is not None:
         how = f"our engine as measured on this machine: {asked.measured.threads} threads, {asked.measured.isa}"
-        return Source(Efficiency(measured=asked.measured, absorbed=True), hw, MEASURED_SPREAD[number], (), how)
+        return Source(Efficiency(measured=asked.measured, absorbed=True), hw, MEASURED[number], (), how)
     if hw.kind == "cpu" and engine is None:
         how = "efficiencies of CPU servers in general: calibrate on the machine itself"
         return Source(prior(hw), hw, PRIOR_SPREAD[number], ("UNCALIBRATED",), how)

@@ -20,7 +20,9 @@ from coterie.spec.model import ModelSpec
 
 UNKNOWN_TPOT, UNKNOWN_TTFT = 1.6, 1.8
 """Half-widths (x or /) of 80 % intervals of a model and engine that nothing was fitted on."""
-MEASURED_TPOT, MEASURED_TTFT = 1.2, 1.35
+MEASURED = (1.3, 1.35)
+"""The same of a decode and a prefill step of our engine on a machine that was calibrated, as compared so far
+(docs/planner.md); two calibrations of one machine differ by up to a quarter."""
 WIDE, FAR_SPREAD = 8, 1.35
 """Attention groups from which an expert-parallel layout is wide, and the least half-width there and without a
 measurement of the class: models of wide expert parallelism that was not measured err by up to about a third."""
@@ -88,7 +90,7 @@ def known_of(
     check_engine(engine, hw, measured)
     if measured is not None:
         how = f"our engine as measured on this machine: {measured.threads} threads, {measured.isa}"
-        return Known(efficiency=Efficiency(measured=measured, absorbed=True), tpot=MEASURED_TPOT, ttft=MEASURED_TTFT,
+        return Known(efficiency=Efficiency(measured=measured, absorbed=True), tpot=MEASURED[0], ttft=MEASURED[1],
                      flags=(), how=how)  # fmt: skip
     if hw.kind not in ("gpu", "npu", "tpu"):
         if engine is not None:
