@@ -62,7 +62,8 @@ def test_an_engine_with_measurements_narrows_the_interval(capsys: pytest.Capture
     assert 1 < width(known) < width(unknown)
     assert known["prefill"]["seconds"]["p90"] / known["prefill"]["seconds"]["value"] > width(known)
     assert run(["plan", "step", *H200, "--engine", "no-engine"]) == 1
-    assert "there are of" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "there are of" in message and "unknown" not in message
 
 
 SERVER = "cpu:channels=12,mts=8800,cores=128,ghz=2.0,isa=amx,sockets=1"
@@ -105,6 +106,8 @@ def test_other_engines_on_cpus_are_the_fits_or_refused(capsys: pytest.CaptureFix
     found = answer(capsys, *r1, "6980p", "--engine", "ik_llama.cpp")
     assert found["tpot"]["p10"] < 1 / 7.25 < found["tpot"]["p90"] and "ik_llama.cpp on CPUs" in found["decode"]["how"]
     assert found["tpot"]["value"] == pytest.approx(1 / 7.25, rel=0.35)
+    limits, ours = found["limits"], answer(capsys, *r1, "6980p")["limits"]
+    assert limits["b_cap"] == ours["b_cap"] and limits["b_rp"]["value"] < ours["b_rp"]["value"] / 2  # no matrix units
     described = answer(capsys, *r1, SERVER, "--engine", "ik_llama.cpp")["tpot"]
     assert described["value"] == pytest.approx(found["tpot"]["value"], rel=0.3) and "EXTRAPOLATED" in described["flags"]
     two = answer(capsys, *r1, SERVER.replace("sockets=1", "sockets=2"), "--engine", "ik_llama.cpp")["tpot"]["value"]

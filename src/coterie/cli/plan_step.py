@@ -38,13 +38,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A step with the factor of its interval, and what to know of it. at: the same step with another point."""
+    """A step with the factor of its interval, and what to know of it. hardware: the device at the rates of what runs
+    there; at: the same step with another point."""
 
     cost: StepCost
     spread: float
     kind: Kind
     flags: tuple[Flag, ...]
     how: str
+    hardware: HardwareSpec
     at: Callable[[Point], StepCost]
 
     def quantity(self, seconds: float, formula: str) -> Quantity:
@@ -123,7 +125,7 @@ def solve(asked: Asked, values: dict[str, Any]) -> Answer:
         return decode.quantity(decode.at(point_at(batch)).tpot, "step-tpot")
 
     load = Load(isl=values["context"] - 1, osl=2)  # so many tokens on average
-    limits = batch_limits((asked.model, asked.hardware, asked.layout), load, token, values["slo"] / 1e3)
+    limits = batch_limits((asked.model, decode.hardware, asked.layout), load, token, values["slo"] / 1e3)
     return Answer(decode, prefill, limits, point, prompt, values["slo"] / 1e3)
 
 
@@ -146,7 +148,7 @@ def phase(asked: Asked, engine: str | None, point: Point | None, prompt: Point |
         return replace(cost, ops=(*cost.ops, known.streams(requests_per_group(each, layout))))
 
     kind: Kind = "extrapolated" if known.flags else "calibrated"
-    return Phase(at(first), known.spread, kind, known.flags, known.how, at)
+    return Phase(at(first), known.spread, kind, known.flags, known.how, known.hardware, at)
 
 
 def source(

@@ -81,7 +81,7 @@ def fitted_host(
         shares = {name: getattr(found, name) / machine.sockets for name in ("eta_m", "eta_p", "eta_a")}
         return replace(found, **shares, layer_seconds=LAYER_SECONDS * math.exp(z[2]))
 
-    device = replace(machine.host, memory_gbps=hw.memory_gbps, bf16_tops=machine.host.bf16_tops * machine.sockets,
+    device = replace(hw, bf16_tops=machine.host.bf16_tops * machine.sockets,
                      int8_tops=machine.host.int8_tops * machine.sockets)  # fmt: skip
     answer = fit.answer(Case("step", lambda z: math.log(seconds(efficiency(z), device)), own, (0.0, 0.0, 1.0), NOISE))
     members = fit.members(own)

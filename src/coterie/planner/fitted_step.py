@@ -47,7 +47,7 @@ class FittedStep:
 def engines() -> tuple[str, ...]:
     """Engines with measurements of served models."""
     fit = shipped().fits["served"]
-    return tuple(sorted({row.labels[fit.prior.levels.index("engine")] for row in fit.rows} - {""}))
+    return tuple(sorted({row.labels[fit.prior.levels.index("engine")] for row in fit.rows} - {"", "unknown"}))
 
 
 def fitted_step(
