@@ -101,7 +101,11 @@ def test_limits_as_json(capsys):
         (["latency", *SMALL, "--context", "100000"], 1, "positions"),
         (["throughput", "--batches", "1,x"], 2, "whole numbers above 0"),
         (["throughput", "--batches", "0"], 2, "whole numbers above 0"),
-        (["limits", "--threads", "0"], 2, "x>=1"),
+        (["throughput", "--batches", "1,\u00b2"], 2, "whole numbers above 0"),
+        (["throughput", "--batches", "9" * 5000], 2, "whole numbers above 0"),
+        (["limits", "--threads", "1025"], 2, "1025 is not in the range 1<=x<=1024"),
+        (["latency", "--seed", "-1"], 2, "-1 is not in the range"),
+        (["limits", "--threads", "0"], 2, "1<=x<=1024"),
         (["speed"], 2, "No such command 'speed'"),
     ],
 )

@@ -39,6 +39,12 @@ class Stub(BaseHTTPRequestHandler):
         events.append({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}})
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
         lines.insert(1, ": ping\n\n")
+        if self.server.mode == "dies":
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"ffff\r\n" + "".join(lines).encode())  # a chunk that never ends
+            return
         if self.server.mode != "cut":
             lines.append("data: [DONE]\n\n")
         self._send(200, "".join(lines).encode())
@@ -108,6 +114,8 @@ def test_flags_that_a_server_would_not_hear_of_are_refused(stub, monkeypatch, ca
     assert talk(stub, monkeypatch, "hello\n", "--threads", "3", "-c", "99", "--temperature", "0") == 2
     error = capsys.readouterr().err
     assert "--max-model-len, --threads has no effect on a server" in error and "--temperature" not in error
+    assert talk(stub, monkeypatch, "hello\n", "--tp", "2", "--rebalance-steps", "5") == 2
+    assert "--tp, --rebalance-steps has no effect on a server" in capsys.readouterr().err
     assert stub.bodies == []
 
 
@@ -128,6 +136,7 @@ def test_thinking_is_shown_beside_the_answer(stub, monkeypatch, capsys):
         ("busy", "answered 429: the queue is full"),
         ("error event", "the engine stopped"),
         ("cut", "closed the stream before the end"),
+        ("dies", "broke off the answer"),
     ],
 )
 def test_failures_of_the_server_are_said_in_one_line(stub, monkeypatch, capsys, mode, said):
@@ -135,7 +144,7 @@ def test_failures_of_the_server_are_said_in_one_line(stub, monkeypatch, capsys, 
     assert talk(stub, monkeypatch, "hello\n") == 1
     shown = capsys.readouterr().err
     assert said in shown
-    assert "Traceback" not in shown
+    assert "Traceback" not in shown and "unexpected" not in shown
 
 
 def test_no_server_and_no_url(capsys):

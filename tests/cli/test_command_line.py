@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 import click
 import pytest
@@ -15,6 +17,7 @@ from coterie import __version__
 from coterie.cli import main as main_module
 from coterie.cli.common import ENGINE_OPTIONS, engine_config, engine_options
 from coterie.cli.main import VERBS, cli, run
+from coterie.cli.ranges import FiniteRange
 from coterie.engine.config import OPTION_NAMES, EngineConfig
 from coterie.spec.errors import CoterieError
 
@@ -293,3 +296,51 @@ def test_interrupt_while_waiting_for_input_ends_cleanly(tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors.strip() == "error: interrupted"
+
+
+@pytest.mark.parametrize("group", [[], ["plan"], ["bench"], ["train"]])
+def test_a_group_alone_shows_its_commands(group: list[str], capsys: pytest.CaptureFixture[str]):
+    assert run(group) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) > 5 and shown.out.startswith("Usage: coterie") and not shown.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "record", "--text", __file__, "--out"],
+        ["plan", "calibrate", "--out"],
+        ["plan", "search", "v3", "--hw", "h200", "-n", "8", "--report"],
+        ["bench", "serve", "--port", "1", "--plot"],
+    ],
+)
+def test_a_folder_that_is_not_there_is_refused_before_the_work(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for work in ("engine.llm.LLM", "cli.plan_calibrate.measure", "cli.plan_search.find", "cli.bench_serve.measure"):
+        monkeypatch.setattr(f"coterie.{work}", None)
+    file = tmp_path / "none" / "file"
+    assert run([*arguments, str(file)]) == 1
+    assert capsys.readouterr().err == f"error: cannot write {file}: there is no folder {file.parent}\n"
+
+
+def commands(group: click.Group, context: click.Context) -> Iterator[tuple[str, click.Command]]:
+    """Every command below a group, by its words."""
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from ((f"{name} {below}", found) for below, found in commands(command, context))
+        else:
+            yield name, command
+
+
+def test_no_flag_of_any_verb_takes_what_is_no_number():
+    """NaN passes every comparison of a plain range; infinity only `bench serve --request-rate` means."""
+    found = dict(commands(cli, click.Context(cli)))
+    assert {"serve", "bench latency", "plan step"} <= set(found)
+    for name, command in found.items():
+        for parameter in command.params:
+            if isinstance(parameter.type, click.FloatRange):
+                assert isinstance(parameter.type, FiniteRange) or parameter.name == "request_rate", (name, parameter)
+            assert parameter.type is not click.FLOAT, (name, parameter)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -151,6 +152,12 @@ def test_answers_are_readable_too(name: str, capsys: pytest.CaptureFixture[str])
         ("compare v3@colour=red,n=4 --hw h100", "'colour=red' of"),
         ("compare v3@kv=fp3 --hw h100", "kv of 'v3@kv=fp3' must be one of bf16"),
         ("compare v3@n=zwei --hw h100", "must be a whole number"),
+        ("compare v3@tp=0 --hw h100 -n 2", "tp must be at least 1, not 0"),
+        ("memory llama-3.1-70b --hw h100 -n 8 --redundant 8", "has no experts to spread or copy"),
+        ("memory llama-3.1-70b --hw h100 -n 8 --ep 8", "has no experts to spread or copy"),
+        ("memory v3 --hw /dev/zero", "is larger than 1 MiB"),
+        ("memory /dev/zero --hw h100", "is larger than"),
+        ("calibrate --threads 5000", "5000 is not in the range 1<=x<=1024"),
         ("compare llama-2-70b@dense --hw h100", "its own dense twin"),
         ("compare --hw h100", "Missing argument"),
         ("compare v3 --hw h100 --engine mine", "there are no measurements of an engine 'mine'; there are of"),
@@ -214,3 +221,55 @@ def test_devices_are_listed_without_torch_engine_or_kernels() -> None:
     shown = json.loads(result.stdout)
     assert "DeepSeek-V3" in shown["models"]
     assert {"H100-SXM5-80GB", "GB200-NVL72"} <= {device["name"] for device in shown["devices"]}
+
+
+def test_an_empty_model_is_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "a model needs a name or a path" in fails(capsys, "memory", "", "--hw", "h100")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["plan", *arguments, "--json"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_limits_repeat_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = answer(capsys, "limits", "v3", "--hw", "h100", "-n", "16", "--slo", "80", "--gamma", "2")["asked"]
+    assert (asked["slo"], asked["gamma"], asked["utilisation"]) == (0.08, 2.0, 0.95)
+
+
+def test_a_batch_that_does_not_fit_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
+    side = answer(capsys, "compare", "v3", "--hw", "h100", "-n", "16", "--batch", "20000", "--price", "2")["sides"][0]
+    assert side["reason"] == "20,000 requests do not fit" and side["cost_of_a_million_tokens"] is None
+
+
+def test_a_cpu_that_was_not_calibrated_is_as_unsure_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    step = answer(capsys, "step", "v2-lite", "--hw", "xeon-6980p")["tpot"]
+    (side,) = answer(capsys, "compare", "v2-lite", "--hw", "xeon-6980p", "--slo", "5000")["sides"]
+    found = answer(capsys, "search", "v2-lite", "--hw", "xeon-6980p")["searches"][0]["front"][0]["tpot"]
+    widths = [each["p90"] / each["value"] for each in (step, side["time_of_a_token"], found)]
+    assert widths == pytest.approx([1.8, 1.8, 1.8])
+
+
+@pytest.mark.parametrize(
+    ("flags", "formats"),
+    [
+        (["--experts", "int4", "--attention", "int8"], ("int4", "int8")),
+        (["--experts", "mxfp4"], ("fp4", "bf16")),
+        (["--experts", "int8", "--attention", "int8"], ("int8", None)),
+    ],
+)
+def test_a_packed_folder_has_the_formats_it_holds(
+    flags: list[str], formats: tuple[str, str | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "packed")
+    assert run(["quantize", out, *flags]) == 0
+    capsys.readouterr()
+    asked = answer(capsys, "memory", out, "--hw", "xeon-6980p")["asked"]
+    assert (asked["weights"], asked["attention"]) == formats
+    asked = answer(capsys, "compare", out, "--hw", "xeon-6980p")["sides"][0]["asked"]
+    assert (asked["weights"], asked["attention"]) == formats
+    assert answer(capsys, "memory", out, "--hw", "xeon-6980p", "--weights", "fp8")["asked"]["weights"] == "fp8"
+    assert run(["plan", "search", out, "--hw", "xeon-6980p"]) == 0
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if "coterie serve" in line]
+    assert "--experts" not in command and "--attention" not in command

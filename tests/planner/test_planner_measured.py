@@ -143,6 +143,15 @@ def test_a_device_of_the_table_or_a_plain_file_has_no_engine(tmp_path: Path) -> 
     assert read_engine(str(path)) is None and read_engine("h200") is None
 
 
+@pytest.mark.parametrize("name", ["machine.yml", "machine.json"])
+def test_a_file_of_either_name_has_its_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON is YAML; and a bare name is a file where its ending says so."""
+    (tmp_path / name).write_text(file_text(HW, MACHINE))
+    monkeypatch.chdir(tmp_path)
+    assert device(name) == HW and read_engine(name) is not None
+    assert read_engine("cpu:channels=8,mts=4800,cores=32,ghz=2.0/1") is None
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [

@@ -51,6 +51,25 @@ def test_the_recommendation_keeps_the_slo_with_its_interval_and_is_at_its_edge()
     assert binding(safe, ASKED) in ("B_SLO", "TTFT", "prompts", "queue", "B_cap")
 
 
+@pytest.mark.parametrize(
+    ("name", "hw", "devices", "tpot"),
+    [("DeepSeek-V3", "h100", 16, 0.05), ("DeepSeek-V3", "h200", 16, 0.03), ("Qwen3-235B-A22B", "h100", 8, 0.05),
+     ("DeepSeek-R1", "b200", 8, 0.05), ("Llama-3.1-405B", "h100", 16, 0.05)],
+)  # fmt: skip
+def test_what_is_left_out_would_not_have_been_better(name: str, hw: str, devices: int, tpot: float) -> None:
+    """Also where one instance takes two domains, as 16 x H100 for V3: there no layout has everything inside one."""
+    spec, hardware = model(name)[1], device(hw)
+    like = Layout(devices=devices, tp=1, dp=devices, ep=1, weights="bf16" if name.startswith("Llama") else "fp8")
+    asked = Search(model=spec, hardware=hardware, like=like, slo=Slo(ttft=3.0, tpot=tpot), apart=False,
+                   known=known_of(spec, hardware, like))  # fmt: skip
+    usual, every = find(asked), find(replace(asked, every=True))
+    assert set(usual.candidates) <= set(every.candidates)
+    assert (usual.bold is None) == (every.bold is None)
+    if usual.bold is not None and every.bold is not None:
+        assert usual.bold.per_device >= 0.95 * every.bold.per_device
+    assert min(each.tpot for each in usual.front) <= 1.05 * min(each.tpot for each in every.front)
+
+
 def test_without_limits_memory_or_prompts_bind() -> None:
     free = replace(ASKED, slo=Slo())
     safe = find(free).safe

@@ -8,6 +8,7 @@ in `cli/bench_serve.py`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.console import Console
 from coterie.cli.bench_serve import serve
 from coterie.cli.common import (
     AT_LEAST_ONE,
+    THREADS,
     LoadProgress,
     engine_config,
     engine_options,
@@ -35,6 +37,7 @@ from coterie.model.shipped import shipped_model_path
 from coterie.spec.errors import CoterieError
 
 BATCHES = "1,4,16"
+_NUMBER = re.compile(r"\s*[0-9]{1,9}\s*")
 UNITS = {
     "read": "reading memory, huge pages", "read_4k": "reading memory, 4 KiB pages", "copy": "copying, read + written",
     "f32": "float32 multiply-add", "int8": "int8 dot product", "amx_int8": "AMX int8", "amx_bf16": "AMX bfloat16",
@@ -48,7 +51,7 @@ class Numbers(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
         parts = str(value).split(",")
-        if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        if not all(_NUMBER.fullmatch(part) and int(part) > 0 for part in parts):
             self.fail(f"'{value}' is not a list of whole numbers above 0, as in 1,4,16", param, ctx)
         return [int(part) for part in parts]
 
@@ -61,7 +64,8 @@ def case_options(function: Any) -> Any:
                      help="Tokens in the cache of each stream when decode is measured."),
         click.option("--decode-len", type=AT_LEAST_ONE, default=32, show_default=True, help="Steps of one round."),
         click.option("--rounds", type=AT_LEAST_ONE, default=3, show_default=True, help="Rounds; medians are shown."),
-        click.option("--seed", "prompt_seed", type=int, default=0, show_default=True, help="Of the random prompts."),
+        click.option("--seed", "prompt_seed", type=click.IntRange(min=0), default=0, show_default=True,
+                     help="Of the random prompts."),
         click.option("--layers", type=AT_LEAST_ONE, help="Only the first layers of the model (dummy weights only)."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table."),
     )  # fmt: skip
@@ -86,7 +90,7 @@ bench.add_command(serve)
 
 
 @bench.command()
-@click.option("--threads", "-t", type=AT_LEAST_ONE, help="Threads. [default: the cores we may use]")
+@click.option("--threads", "-t", type=THREADS, help="Threads. [default: the cores we may use]")
 @click.option("--rounds", type=AT_LEAST_ONE, default=9, show_default=True, help="Rounds; medians are shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @debug_option

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from coterie.cli.common import AT_LEAST_ONE, FiniteRange, error_console, plain_table
-from coterie.cli.main import debug_option
+from coterie.cli.main import check_folder, debug_option
 from coterie.loadgen.client import CHAT, TEXT, Client
 from coterie.loadgen.connection import Address
 from coterie.loadgen.prompts import PromptPlan, cut_by_chars, cut_with_tokenizer, make_prompts, measure_chars
@@ -176,6 +176,7 @@ def serve(**values: Any) -> None:
     coterie bench serve http://127.0.0.1:8000 --request-rate 4 --num-prompts 200
     coterie bench serve --max-concurrency 16 --goodput ttft:500 tpot:50 --json
     """
+    check_folder(values["plot"])
     if values["plot"] is not None:
         import matplotlib  # noqa: F401  (said to be missing before the load, not after it)
     wanted = Wanted(values["percentile_metrics"], values["metric_percentiles"], values["goodput"])

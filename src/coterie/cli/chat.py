@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from coterie.cli.common import Timing, engine_options, error_console, sampling_options, sampling_params
-from coterie.cli.parallel import parallel_options
+from coterie.cli.parallel import PARALLEL_NAMES, parallel_options
 from coterie.cli.remote import RemoteServer, Show
 from coterie.cli.session import LocalEngine
 from coterie.engine.config import OPTION_NAMES
@@ -58,11 +58,11 @@ def chat(**values: Any) -> None:
 
 def refuse_engine_flags(context: click.Context) -> None:
     """A server has chosen how its model runs; a flag that could change nothing is refused, not passed over."""
+    names = OPTION_NAMES | PARALLEL_NAMES
     given = [
         parameter.opts[0]
         for parameter in context.command.params
-        if parameter.name in OPTION_NAMES
-        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+        if parameter.name in names and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     ]
     if given:
         raise click.UsageError(f"{', '.join(given)} has no effect on a server; set it where the server is started")

@@ -28,6 +28,7 @@ from coterie.cli.ranges import FiniteRange
 from coterie.engine.config import OPTION_NAMES, EngineConfig
 from coterie.engine.config import engine_config as config_of
 from coterie.engine.messages import SamplingParams
+from coterie.kernels.select import MAX_THREADS
 from coterie.model.gguf_file import find_gguf, local_path
 from coterie.spec.errors import CoterieError
 from coterie.spec.weights import QuantPlan
@@ -36,6 +37,7 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 DEFAULTS = EngineConfig()
 AT_LEAST_ONE = click.IntRange(min=1)
+THREADS = click.IntRange(1, MAX_THREADS)
 SHOWN_PACKAGES = ("numpy", "tokenizers", "safetensors", "msgspec", "fastapi", "uvicorn", "torch")
 
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
+from pathlib import Path
 from typing import ClassVar
 
 import click
@@ -30,6 +31,9 @@ VERBS: Mapping[str, tuple[str, str]] = {
 }
 
 EXTRAS: Mapping[str, str] = {"torch": "torch", "matplotlib": "plot"}
+
+NO_ARGUMENTS = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""What click from 8.2 on raises for a group without a command; before, it shows the help itself."""
 
 
 @dataclass(slots=True)
@@ -98,6 +102,13 @@ def cli(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
+def check_folder(*files: Path | None) -> None:
+    """Refuse a file that is to be written into no folder, before work is done that would be lost."""
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise click.ClickException(f"cannot write {file}: there is no folder {file.parent}")
+
+
 def one_line(message: str) -> str:
     """Join a message's lines into one."""
     return " ".join(message.split())
@@ -124,6 +135,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(args=arguments, prog_name="coterie", standalone_mode=False, obj=session)
         return code if isinstance(code, int) else 0
     except click.UsageError as error:
+        if isinstance(error, NO_ARGUMENTS):  # `coterie plan`: its help, on lines of its own
+            click.echo(error.format_message())
+            return 0
         where = error.ctx.command_path if error.ctx is not None else "coterie"
         return fail(f"{error.format_message()} (see '{where} --help')", error.exit_code)
     except click.ClickException as error:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import click
 
 from coterie.cli.common import AT_LEAST_ONE, Decorator
+from coterie.cli.ranges import FiniteRange
 from coterie.engine.remote import World
 from coterie.spec.parallel import ParallelConfig
+
+PARALLEL_NAMES = frozenset(field.name for field in fields(ParallelConfig))
+"""Flags that say how many ranks and how they work together."""
 
 PARALLEL_OPTIONS: tuple[Decorator, ...] = (
     click.option("--ep", "--ep-size", "ep", type=AT_LEAST_ONE,
@@ -32,9 +37,9 @@ PARALLEL_OPTIONS: tuple[Decorator, ...] = (
                  help="Steps after which experts may move to ranks with less load, while serving; 0 never."),
     click.option("--rebalance-moves", type=AT_LEAST_ONE, default=8, show_default=True,
                  help="Experts of a layer that may move at once; each rank keeps buffers for as many."),
-    click.option("--rebalance-rate", type=click.FloatRange(min=0, min_open=True), default=32.0, show_default=True,
+    click.option("--rebalance-rate", type=FiniteRange(min=0, min_open=True), default=32.0, show_default=True,
                  help="MB a second that a rank sends of moving experts."),
-    click.option("--stall-seconds", type=click.FloatRange(min=1), default=30.0, show_default=True,
+    click.option("--stall-seconds", type=FiniteRange(min=1), default=30.0, show_default=True,
                  help="A rank whose work stands still for so long, without waiting for another, is taken for lost."),
     click.option("--enable-dp-attention", "--enable-expert-parallel", is_flag=True, expose_value=False,
                  help="Accepted and not needed: with several ranks both are so."),

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 
-from coterie.cli.common import AT_LEAST_ONE, error_console
-from coterie.cli.main import debug_option
+from coterie.cli.common import AT_LEAST_ONE, THREADS, error_console
+from coterie.cli.main import check_folder, debug_option
 from coterie.engine.readings import (
     FORMS,
     READ_SETS,
@@ -44,7 +44,7 @@ ALONE = Layout(devices=1, tp=1, dp=1, ep=1, weights="bf16")
 @click.command()
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("machine.yaml"), show_default=True,
               help="The hardware file to write.")  # fmt: skip
-@click.option("--threads", "-t", type=AT_LEAST_ONE, help="Threads. [default: the cores we may use]")
+@click.option("--threads", "-t", type=THREADS, help="Threads. [default: the cores we may use]")
 @click.option("--disk", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path("."),
               show_default=True, help="A folder on the disk that weights would be read from.")  # fmt: skip
 @click.option("--rounds", type=AT_LEAST_ONE, default=ROUNDS, show_default=True, help="Rounds over everything, at most.")
@@ -55,8 +55,7 @@ def calibrate(out: Path, threads: int | None, disk: Path, rounds: int) -> None:
     Memory's read rate by size, matrix rates, our kernels on a grid of shapes, attention, the engine's constants, the
     disk, and the memory this process may have.
     """
-    if not out.parent.is_dir():
-        raise CoterieError(f"cannot write {out}: there is no folder {out.parent}")
+    check_folder(out)
     console, begin = error_console(), time.perf_counter()
     hardware, measured = measure(threads, disk, rounds, lambda line: console.print(line, soft_wrap=True))
     try:

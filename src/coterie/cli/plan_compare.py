@@ -94,8 +94,7 @@ def side(text: str, values: dict[str, Any]) -> Side:
     wishes = {name: values[name] for name in ("tp", "dp", "ep", "redundant", "weights", "attention", "kv", "mtp",
                                            "exchange")}  # fmt: skip
     given: dict[str, Any] = {name: None if value == "auto" else value for name, value in {**wishes, **own}.items()}
-    given["weights"] = given["weights"] or stored
-    return Side(found, spec, hardware, choose(spec, hardware, devices, Wish(**given)), measured)
+    return Side(found, spec, hardware, choose(spec, hardware, devices, stored.of(Wish(**given))), measured)
 
 
 def split(text: str) -> tuple[str, dict[str, Any]]:

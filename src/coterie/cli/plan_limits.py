@@ -63,7 +63,8 @@ def limits(
             raise SpecError(f"{error}; {PAPER_FORM}") from error
         raise
     if asked.as_json:
-        show_json(document(asked, found, skew))
+        question = asked.question(slo=terms.slo, utilisation=utilisation, gamma=gamma, skew=skew)
+        show_json(document(question, found, skew))
         return
     click.echo(f"{asked.title()}\n")
     rows = [row(length, *pair) for length, pair in found.items()]
@@ -91,7 +92,7 @@ def at(asked: Asked, length: int, terms: Terms, skew: str | None) -> tuple[Limit
     return paper_limits(asked.model, asked.hardware, layout, length, terms), terms.gamma
 
 
-def document(asked: Asked, found: dict[int, tuple[Limits, float]], skew: str | None) -> dict[str, Any]:
+def document(question: dict[str, Any], found: dict[int, tuple[Limits, float]], skew: str | None) -> dict[str, Any]:
     """The answer as JSON holds it."""
     points = []
     for length, (result, gamma) in found.items():
@@ -99,7 +100,7 @@ def document(asked: Asked, found: dict[int, tuple[Limits, float]], skew: str | N
         point: dict[str, Any] = {name: getattr(result, name) for name in names}
         point |= {"gamma": sure(gamma, "", "gamma", "assumed" if skew is None else "derived")}
         points.append({"asked": {"context": length}, **point, "binds": result.binds, "reaches_b_rp": result.saturated})
-    return {"asked": asked.question(skew=skew), "points": points}
+    return {"asked": question, "points": points}
 
 
 def row(length: int, result: Limits, gamma: float) -> list[str]:

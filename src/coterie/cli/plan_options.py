@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +27,7 @@ from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import ModelSpec
 from coterie.spec.parallel import ExchangeDtype
+from coterie.spec.weights import MXFP4_TABLE
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 COUNT = click.IntRange(1, 65536)
@@ -131,14 +132,34 @@ def load_options(function: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def read_model(text: str) -> tuple[str, ModelSpec, WeightName | None]:
-    """(name, description, format) of a MODEL. A GGUF file's format is the one of nearest size, its headers' sizes
-    added up; None for others, whose description says it. Raises SpecError."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Formats that weight files hold where the description does not say it; None: it does (or of attention: the
+    same)."""
+
+    weights: WeightName | None = None
+    attention: WeightName | None = None
+
+    def of(self, wish: Wish) -> Wish:
+        """A wish with the files' formats where it says none."""
+        if wish.weights is not None or self.weights is None:
+            return wish
+        return replace(wish, weights=self.weights, attention=wish.attention or self.attention)
+
+
+def read_model(text: str) -> tuple[str, ModelSpec, Stored]:
+    """(name, description, what the files hold) of a MODEL. Raises SpecError."""
     path = Path(text)
-    if path.suffix != ".gguf" and (not path.is_dir() or (path / "config.json").exists()):
-        return *find_model(text), None
+    if not text.strip() or (path.suffix != ".gguf" and (not path.is_dir() or (path / "config.json").exists())):
+        found = find_model(text)
+        return *found, _packed(path) if (path / "coterie.json").is_file() else Stored()
     if path.is_dir() and not any(path.glob("*.gguf")):
         raise SpecError(f"{path} is not a model folder: it has no config.json and no GGUF file")
+    return _gguf(path)
+
+
+def _gguf(path: Path) -> tuple[str, ModelSpec, Stored]:
+    """The same of a GGUF file: its format is the one of nearest size, its headers' sizes added up."""
     from coterie.model.gguf import open_gguf
 
     found = open_gguf(path, with_tokenizer=False)
@@ -146,7 +167,33 @@ def read_model(text: str) -> tuple[str, ModelSpec, WeightName | None]:
     values = sum(math.prod(tensor.shape) for tensor in matrices)
     nbytes = sum(tensor.nbytes for tensor in matrices)
     spec = ModelSpec.from_hf(found.config)
-    return found.files[0].stem, spec, nearest_format(nbytes / values) if values else None
+    return found.files[0].stem, spec, Stored(nearest_format(nbytes / values) if values else None)
+
+
+def _packed(folder: Path) -> Stored:
+    """What a folder of `coterie quantize` holds: of feed-forwards and of attention the format of most bytes."""
+    from coterie.model.packed_manifest import read_manifest
+
+    sizes: dict[tuple[str, WeightName], int] = {}
+    for group in read_manifest(folder).groups:
+        for matrix in group.matrices:
+            part = "attention" if ".attention." in matrix.key else "ffn" if ".ffn" in matrix.key else ""
+            form = matrix.spec.format
+            four: WeightName = "fp4" if form.table == MXFP4_TABLE else "int4"
+            name = _KINDS.get(form.kind, four)
+            if not matrix.key.endswith(".gate"):  # a router, which is never quantised
+                sizes[part, name] = sizes.get((part, name), 0) + matrix.spec.nbytes * group.count
+    found: dict[str, WeightName] = {}
+    for part, name in sorted(sizes, key=lambda key: sizes[key]):  # the last one of a part has most bytes
+        found[part] = name
+    feed, attention = found.get("ffn"), found.get("attention")
+    return Stored(feed, None if attention == feed else attention)
+
+
+_KINDS: Mapping[str, WeightName] = {
+    "f32": "bf16", "bf16": "bf16", "fp8": "fp8", "int8": "int8", "affine8": "int8",
+}  # fmt: skip
+"""Kinds of weights in memory as formats of a plan; the others have 4 bits."""
 
 
 def ask(values: dict[str, Any]) -> Asked:
@@ -157,8 +204,7 @@ def ask(values: dict[str, Any]) -> Asked:
     memory = values.pop("memory_gb")
     if memory is not None:
         hardware = replace(hardware, memory_gb=memory)
-    wish = Wish(**{key: _given(values.pop(key)) for key in _WISHES})
-    wish = replace(wish, weights=wish.weights or stored)
+    wish = stored.of(Wish(**{key: _given(values.pop(key)) for key in _WISHES}))
     layout = choose(model, hardware, values.pop("devices"), wish)
     return Asked(name, model, hardware, layout, values.pop("as_json"), measured)
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.cli.common import LoadProgress, engine_config, engine_options, error_console, model_folder
+from coterie.cli.main import check_folder
 from coterie.planner.skew import Skew, drift_of
 from coterie.spec.errors import CoterieError
 
@@ -43,6 +44,7 @@ def record(texts: tuple[Path, ...], tokens: int, window: int, out: Path, **value
 
     from coterie.engine.llm import LLM
 
+    check_folder(out)
     config = replace(engine_config(values), enable_prefix_caching=False)
     with LoadProgress(error_console()) as progress:
         loaded = LLM(model_folder(values), config=config, progress=progress, record_experts=True)

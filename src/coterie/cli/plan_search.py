@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from coterie.cli.main import check_folder
 from coterie.cli.plan_goals import goal_options
 from coterie.cli.plan_options import COUNT, Asked, load_options, plan_options
 from coterie.cli.plan_output import number, plain, show_json, table
@@ -39,6 +40,7 @@ def search(
     Throughput is output tokens a second of all devices, both pools counted. TPOT is (end - first token) / (tokens - 1).
     "safe" keeps the limits by the upper end of the 80 % interval, "bold" by the median.
     """
+    check_folder(plot, report)
     if plot is not None:
         from coterie.planner.plot import check_plot_file
 

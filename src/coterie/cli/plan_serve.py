@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from coterie.cli.plan_goals import goal_options
 from coterie.cli.plan_options import COUNT, Asked, load_options, plan_options
@@ -29,6 +30,8 @@ from coterie.spec.errors import SpecError
 
 PERCENTILES = (50, 95, 99)
 SPREAD = FiniteRange(0, 10)
+DRAWN = ("isl", "osl", "hit", "requests", "spread_isl", "spread_osl", "burstiness", "seed")
+"""What requests are drawn from where there is no trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +67,13 @@ class Answer:
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Of what is drawn.")
 def serve(asked: Asked, search: Search, **values: Any) -> None:
     """Simulate serving: percentiles of TTFT and TPOT, goodput by rate, the largest rate within limits."""
+    trace = None if (file := values.pop("trace")) is None else traced(file)
+    if trace is not None:
+        search = replace(search, isl=round(trace.isl.mean()), osl=round(trace.osl.mean()),
+                         hit=float(trace.cached.sum() / trace.isl.sum()))  # fmt: skip
     pool = pool_of(asked, values.pop("prefill_instances"), values.pop("prefill_devices"))
     where = deploy(search, pool, values.pop("max_running"))
-    answer = answered(search, where, values)
+    answer = answered(search, where, values, trace)
     if asked.as_json:
         show_json(document(asked, search, where, answer))
         return
@@ -82,16 +89,29 @@ def pool_of(asked: Asked, instances: int, devices: int | None) -> Pool | None:
     return Pool(layout=choose(asked.model, asked.hardware, devices or layout.devices, wish), instances=instances)
 
 
-def answered(search: Search, where: Deployment, values: dict[str, Any]) -> Answer:
+def traced(file: Path) -> Requests:
+    """The requests of a trace, whose lengths, prefix hits and times are its own. Raises SpecError for a flag that says
+    them too, as it could change nothing."""
+    context = click.get_current_context()
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in DRAWN
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise SpecError(f"{', '.join(given)} would change nothing: a trace has lengths, hits and times of its own")
+    return read_trace(file)
+
+
+def answered(search: Search, where: Deployment, values: dict[str, Any], trace: Requests | None) -> Answer:
     """Simulate. Raises SpecError for limits that cannot be kept, or if there is neither a rate nor a limit."""
     limited = min(search.slo.ttft, search.slo.tpot) < float("inf")
     given: float | None = values["rate"]
-    trace = None if values["trace"] is None else read_trace(values["trace"])
     if trace is not None and given is None:
         if trace.arrival[-1] > 0:
             given = len(trace) / float(trace.arrival[-1])
         elif not limited:
-            raise SpecError(f"all requests of {values['trace']} arrive at once: say --rate, or --ttft or --tpot")
+            raise SpecError("all requests of the trace arrive at once: say --rate, or --ttft or --tpot")
     if given is None and not limited:
         raise SpecError("say --rate, or --ttft or --tpot to find the largest rate within them")
     guess = given or likely_rate(search, where)
@@ -154,7 +174,7 @@ def simulated(search: Search, served: Served) -> dict[str, Any]:
         each = {q: timed(search, value, f"{name}-simulated", factor) for q, value in values.items()}
         found[name] = {f"p{q}": flagged(quantity, served.saturated) for q, quantity in each.items()}
     found |= {
-        "goodput_share": rated(search, served.goodput(search.slo), "", "goodput"),
+        "goodput_share": rated(search, served.goodput(search.slo), "", "goodput", most=1.0),
         "batch_per_rank": rated(search, served.batch, "requests", "batch"),
         "tokens_per_second": rated(search, served.tokens_per_second, "tokens/s", "tokens-per-device"),
         "utilisation": rated(search, served.utilisation, "", "utilisation"),
@@ -169,7 +189,8 @@ def simulated(search: Search, served: Served) -> dict[str, Any]:
 
 def goodput(search: Search, served: Served) -> Quantity:
     """Requests a second that keep the limits."""
-    return flagged(rated(search, served.rate * served.goodput(search.slo), "requests/s", "goodput"), served.saturated)
+    kept = rated(search, served.rate * served.goodput(search.slo), "requests/s", "goodput", most=served.rate)
+    return flagged(kept, served.saturated)
 
 
 def flagged(quantity: Quantity, saturated: bool) -> Quantity:

@@ -66,8 +66,8 @@ class RemoteServer:
         return Timing(usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0), total, first_token)
 
     def _events(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
-        """Decode server-sent events until [DONE]; an error event is raised."""
-        for line in response:
+        """Decode server-sent events until [DONE]; an error event, or an end without one, is raised."""
+        for line in self._lines(response):
             if not line.startswith(b"data:"):
                 continue
             data = line[5:].strip()
@@ -78,6 +78,14 @@ class RemoteServer:
                 raise CoterieError(f"{self.base} failed: {message_of(event)}")
             yield event
         raise CoterieError(f"{self.base} closed the stream before the end of the answer")
+
+    def _lines(self, response: HTTPResponse) -> Iterator[bytes]:
+        """Lines of an answer. A server that dies or falls silent in the middle of one is an error like others."""
+        try:
+            yield from response
+        except (OSError, HTTPException) as error:
+            said = str(error) or type(error).__name__
+            raise CoterieError(f"{self.base} broke off the answer ({said})") from error
 
     def _open(self, path: str, body: bytes | None, timeout: float) -> HTTPResponse:
         try:

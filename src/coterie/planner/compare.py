@@ -93,8 +93,9 @@ def _column(side: Side, ask: Ask) -> Column:
     values["free for the cache"] = result.free
     values["requests that fit"] = result.b_cap
     reason = _limits(side, ask, values)
-    if result.b_cap.value < 1:
-        return Column(side, values, "it does not fit")
+    if result.b_cap.value < 1 or not result.fits:
+        asked = ask.load.batch
+        return Column(side, values, "it does not fit" if asked is None else f"{asked:,} requests do not fit")
     return Column(side, values, _decode(clock, ask, int(result.b_cap.value), values) or reason)
 
 

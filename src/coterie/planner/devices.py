@@ -76,9 +76,11 @@ def read_yaml(path: Path) -> Mapping[Any, Any]:
     import yaml
 
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:  # bounded by what comes: a device or pipe has no size
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
             raise SpecError(f"{path} is larger than 1 MiB; that is no description of a device")
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(raw.decode("utf-8"))
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror}; expected a YAML file of a device") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

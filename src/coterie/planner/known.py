@@ -20,6 +20,8 @@ from coterie.spec.model import ModelSpec
 
 UNKNOWN_TPOT, UNKNOWN_TTFT = 1.6, 1.8
 """Half-widths (x or /) of 80 % intervals of a model and engine that nothing was fitted on."""
+CPU_TPOT, CPU_TTFT = 1.8, 2.0
+"""The same of a CPU server that was not calibrated: published CPU rows lie about so far apart at equal rates."""
 MEASURED = (1.3, 1.35)
 """The same of a decode and a prefill step of our engine on a machine that was calibrated, as compared so far
 (docs/planner.md); two calibrations of one machine differ by up to a quarter."""
@@ -58,6 +60,9 @@ class Known:
 
 STREAMS = "sampling and streams"
 PRIOR = Known()
+CPU_PRIOR = Known(
+    tpot=CPU_TPOT, ttft=CPU_TTFT, how="efficiencies of CPU servers in general: calibrate on the machine itself"
+)
 
 
 def is_wide(layout: Layout) -> bool:
@@ -98,7 +103,7 @@ def known_of(
                 f"on {hw.name} times are those of this engine, not of {engine!r}: leave --engine out (`plan step` "
                 "knows other engines on CPUs)"
             )
-        return PRIOR
+        return CPU_PRIOR if hw.kind == "cpu" else PRIOR
     from coterie.planner.fitted_step import fitted_step
 
     streams, prompt = Point(batch=16.0 * layout.dp, context=4096), Point(batch=1, context=4096)

@@ -90,6 +90,8 @@ class Layout:
                 f"lie on {self.tp} ranks; valid for {self.devices} devices are tp 1 x dp {self.devices}, "
                 f"tp {self.devices} x dp 1, or ep of at most {self.tp}"
             )
+        if (self.ep > 1 or self.redundant) and not any(model.moe_layers()):
+            raise SpecError(f"{model.model_type} has no experts to spread or copy: leave out ep and redundant experts")
         for _, moe in model.moe_layers():
             if (moe.num_experts + self.redundant) % self.ep:
                 least = -moe.num_experts % self.ep
@@ -147,6 +149,9 @@ def choose(model: ModelSpec, hardware: HardwareSpec, devices: int, wish: Wish = 
             f"the format of what comes back is a choice of this engine on CPUs; on {hardware.name} leave it out"
         )
     tp, dp = wish.tp, wish.dp
+    for name, number in (("tp", tp), ("dp", dp)):
+        if number is not None and number < 1:
+            raise SpecError(f"{name} must be at least 1, not {number}")
     if tp is None:
         tp = max(1, devices // dp) if dp is not None else _widest_tp(model, devices, hardware.domain)
     dp = max(1, devices // tp) if dp is None else dp

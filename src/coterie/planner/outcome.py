@@ -6,6 +6,7 @@ extrapolated and flagged UNCALIBRATED. Not here: the search, the words (`advice`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -28,10 +29,13 @@ def _kind(search: Search, quantity: Quantity, layout: Layout | None) -> Quantity
     return replace(quantity, kind=kind, flags=flags)
 
 
-def rated(search: Search, value: float, unit: str, formula: str, layout: Layout | None = None) -> Quantity:
-    """A rate that falls as time per token rises."""
+def rated(
+    search: Search, value: float, unit: str, formula: str, layout: Layout | None = None, most: float = math.inf
+) -> Quantity:
+    """A rate that falls as time per token rises; a share is at most 1 (`most`)."""
     factor = search.known.spread(layout or search.like)[0]
-    return _kind(search, Quantity(value, unit, "extrapolated", formula, value / factor, value * factor), layout)
+    high = max(value, min(value * factor, most))
+    return _kind(search, Quantity(value, unit, "extrapolated", formula, value / factor, high), layout)
 
 
 def count(number: int, unit: str = "requests") -> Quantity:
@@ -68,7 +72,7 @@ def candidate_numbers(each: Candidate, search: Search) -> dict[str, Any]:
         "tokens_per_user": rated(search, each.per_user, "tokens/s", "tokens-per-user", own),
         "tokens": rated(search, each.per_device * each.devices, "tokens/s", "tokens-per-device", own),
         "rate": rated(search, each.rate, "requests/s", "request-rate", own),
-        "prompt_share": rated(search, each.prompt_share, "", "prompt-share", own),
+        "prompt_share": rated(search, each.prompt_share, "", "prompt-share", own, 1.0),
         "watts": sure(cost.watts, "W", "watts", "assumed"),
     }
     if cost.per_million:
@@ -129,9 +133,12 @@ def asked(search: Search, model: str, devices: int) -> Mapping[str, Any]:
     """What was asked, as an answer repeats it."""
     slo = {name: (value if value < float("inf") else None)
            for name, value in (("ttft", search.slo.ttft), ("tpot", search.slo.tpot))}  # fmt: skip
-    formats = {name: getattr(search.like, name) for name in ("weights", "attention", "kv", "exchange")}
+    like = search.like
     return {
-        "model": model, "hardware": search.hardware.name, "devices": devices, **formats, "isl": search.isl,
-        "osl": search.osl, "hit": search.hit, "slo": slo, "utilisation": search.utilisation, "overlap": search.overlap,
-        "draft": search.draft,
+        "model": model, "hardware": search.hardware.name, "devices": devices, "weights": like.weights,
+        "attention": like.attention, "kv": like.kv, "exchange": like.exchange, "mtp": like.mtp, "isl": search.isl,
+        "osl": search.osl, "hit": search.hit, "slo": slo, "attain": search.slo.attain,
+        "utilisation": search.utilisation, "chunk": search.chunk, "page": search.page, "skew": search.skew and search.skew.source,
+        "placement": search.placement, "overlap": search.overlap, "draft": search.draft, "accept": search.accept,
+        "price": search.price_hour, "fixed": dict(search.fixed), "together": not search.apart,
     }  # fmt: skip

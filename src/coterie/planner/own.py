@@ -8,6 +8,7 @@ commands (`advice`), how good a layout is (`search`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from coterie.planner.layout import CacheName, Layout, WeightName, stored_formats
 from coterie.spec.errors import SpecError
@@ -79,11 +80,15 @@ def serve_command(layout: Layout, model: ModelSpec, hw: HardwareSpec, folder: st
         words += ["--redundant-experts", str(parallel.redundant_experts)]
     stored, projections = stored_formats(model)
     attention = layout.attention or layout.weights
+    if Path(folder).suffix == ".gguf" or (Path(folder) / "coterie.json").is_file():
+        return [*words, "--kv-cache-dtype", CACHE[layout.kv], *_exchange(layout)]  # such files are run as they are
     if quant is None or layout.weights != stored:
         words += ["--experts", EXPERTS[layout.weights]]
     if quant is None or attention != (projections or stored):
         words += ["--attention", attention]
     words += ["--head", "bf16", "--kv-cache-dtype", CACHE[layout.kv]]
-    if layout.exchange == "bfloat16":
-        words += ["--exchange-dtype", "bfloat16"]
-    return words
+    return [*words, *_exchange(layout)]
+
+
+def _exchange(layout: Layout) -> list[str]:
+    return ["--exchange-dtype", "bfloat16"] if layout.exchange == "bfloat16" else []

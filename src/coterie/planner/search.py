@@ -154,12 +154,18 @@ class Busy:
 
 
 def sensible(layout: Layout, model: ModelSpec, hardware: HardwareSpec) -> bool:
-    """Whether a layout can be best: tensor parallelism and experts cut over ranks inside the scale-up domain and at
-    most 8 wide; experts spread over all ranks or cut on all of them, as what lies between has the costs of both."""
+    """Whether a layout can be best. Tensor parallelism lies inside the scale-up domain and is at most 8 wide, or spans
+    one whole instance of at most two such groups, which is quickest for a few requests. Experts are spread over as many
+    ranks as the layout may have (with MLA in several groups those of a group, see `Layout.check`), or cut on all ranks
+    of such an instance; what lies between has the costs of both."""
     experts = max((moe.num_experts for _, moe in model.moe_layers()), default=0)
-    most = max((each for each in divisors(layout.devices) if each <= experts), default=1)
+    latent = any(layer.attention.kind == "mla" for layer, _ in model.layer_kinds)
+    widest = layout.tp if latent and layout.tp > 1 and layout.dp > 1 else layout.devices
+    most = max((each for each in divisors(layout.devices) if each <= min(experts, widest)), default=1)
     narrow = min(hardware.domain, 8)
-    return layout.tp <= narrow and (layout.ep == most or (layout.ep == 1 and (not experts or layout.devices <= narrow)))
+    small = layout.devices <= 2 * narrow
+    spread = layout.ep == most or (layout.ep == 1 and (not experts or small))
+    return spread and (layout.tp <= narrow or (layout.dp == 1 and small))
 
 
 def instance_layouts(search: Search, devices: int) -> Iterator[Layout]:

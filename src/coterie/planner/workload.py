@@ -11,6 +11,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,25 +117,37 @@ def read_trace(file: str | Path) -> Requests:
 
     Raises SpecError with the line that cannot be read, OSError if the file cannot.
     """
-    rows = []
     try:
         text = Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise SpecError(f"{file} is no text in UTF-8: {error}") from None
-    for number, line in enumerate(text.split("\n"), 1):
+        raise SpecError(f"{file} is no text: {error.reason} at byte {error.start}; give JSON lines") from error
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            isl, osl = int(row["isl"]), int(row["osl"])
-            values = (float(row["arrival"]), isl, osl, min(int(row.get("cached", 0)), isl - 1))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            isl, osl = _whole(row, "isl"), _whole(row, "osl")
+            cached = _whole(row, "cached") if row.get("cached") is not None else 0
+            arrival = float(row["arrival"])
+        except KeyError as error:
+            raise SpecError(f"line {number} of {file} has no {error}; needed are arrival, isl and osl") from None
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise SpecError(f"line {number} of {file} is not an object with arrival, isl and osl: {error}") from None
-        if not (0 <= values[0] < 1e12 and 1 <= isl <= MAX_TOKENS and 1 <= osl <= MAX_TOKENS and values[3] >= 0):
+        lengths = 1 <= isl <= MAX_TOKENS and 1 <= osl <= MAX_TOKENS and 0 <= cached <= MAX_TOKENS
+        if not (0 <= arrival < 1e12 and lengths):
             raise SpecError(f"line {number} of {file} has a time or a length that cannot be: {line.strip()[:100]}")
-        rows.append(values)
+        rows.append((arrival, isl, osl, min(cached, isl - 1)))
     if not rows:
         raise SpecError(f"{file} has no requests; give JSON lines with arrival, isl and osl")
     rows.sort()
-    arrival, isl_all, osl_all, cached = (np.array(column) for column in zip(*rows, strict=True))
-    return Requests(arrival - arrival[0], isl_all, osl_all, cached)
+    arrivals, isl_all, osl_all, hits = (np.array(column) for column in zip(*rows, strict=True))
+    return Requests(arrivals - arrivals[0], isl_all, osl_all, hits)
+
+
+def _whole(row: Any, name: str) -> int:
+    """A whole number of a line. Raises ValueError for a fraction, NaN, infinity or true."""
+    number = float("nan") if isinstance(row[name], bool) else float(row[name])
+    if not math.isfinite(number) or number != int(number):
+        raise ValueError(f"{name} is {row[name]!r}, no whole number")
+    return int(number)

@@ -81,9 +81,11 @@ def _load(source: str | Path) -> Mapping[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        with path.open("rb") as file:  # bounded by what comes, not by a size that a device or pipe does not have
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+        if len(raw) > MAX_CONFIG_BYTES:
             raise SpecError(f"{path} is larger than {MAX_CONFIG_BYTES >> 20} MiB; that is no config.json")
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror}; expected a model folder with config.json") from error
     except (ValueError, RecursionError) as error:
