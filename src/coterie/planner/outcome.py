@@ -138,7 +138,8 @@ def asked(search: Search, model: str, devices: int) -> Mapping[str, Any]:
         "model": model, "hardware": search.hardware.name, "devices": devices, "weights": like.weights,
         "attention": like.attention, "kv": like.kv, "exchange": like.exchange, "mtp": like.mtp, "isl": search.isl,
         "osl": search.osl, "hit": search.hit, "slo": slo, "attain": search.slo.attain,
-        "utilisation": search.utilisation, "chunk": search.chunk, "page": search.page, "skew": search.skew and search.skew.source,
+        "utilisation": search.utilisation, "chunk": search.chunk, "page": search.page,
+        "skew": search.skew and search.skew.source,
         "placement": search.placement, "overlap": search.overlap, "draft": search.draft, "accept": search.accept,
         "price": search.price_hour, "fixed": dict(search.fixed), "together": not search.apart,
     }  # fmt: skip
