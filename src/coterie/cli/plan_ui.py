@@ -8,7 +8,15 @@ import click
 
 from coterie.cli.main import debug_option
 from coterie.cli.plan_options import read_model
+from coterie.planner.layout import WeightName
 from coterie.planner.page import offer, page_server
+from coterie.spec.model import ModelSpec
+
+
+def first_of(text: str) -> tuple[str, ModelSpec, WeightName | None]:
+    """(name, description, format of the feed-forwards that the files hold) of the model that is shown first."""
+    name, spec, stored = read_model(text)
+    return name, spec, stored.weights
 
 
 @click.command()
@@ -20,7 +28,7 @@ from coterie.planner.page import offer, page_server
 @debug_option
 def ui(model: str, hardware: str, port: int, opens: bool) -> None:
     """Show a page where model, device, load and limits can be changed and the plan is redrawn."""
-    offered = offer(model, hardware, read_model)
+    offered = offer(model, hardware, first_of)
     with page_server(offered, port) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}/"
         click.echo(f"{address} (Ctrl-C ends it)")
