@@ -120,9 +120,9 @@ def read_trace(file: str | Path) -> Requests:
     try:
         text = Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise SpecError(f"{file} is no text: {error.reason} at byte {error.start}; give JSON lines") from error
+        raise SpecError(f"{file} is no text in UTF-8: {error.reason} at byte {error.start}; give JSON lines") from error
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
