@@ -97,7 +97,7 @@ class Rank:
         policy, _ = choose(self.mesh, links, traffic)
         any_form, _ = choose(self.mesh, links, traffic, exact=False)
         start = time.monotonic()
-        tried, chosen, _ = drive(settle(self.mesh, links, traffic, self._trial(request)))
+        tried, chosen = drive(settle(self.mesh, links, traffic, self._trial(request)))
         return {"links": str(links), "inside": links.inside, "between": links.between, "any": any_form.sized,
                 "expected": [policy.sized, policy.capacity], "tried": [tried.sized, tried.capacity],
                 "reasons": [choice.reason for choice in chosen], "seconds": time.monotonic() - start}  # fmt: skip

@@ -26,7 +26,7 @@ from coterie.spec.placement import ExpertPlacement
 
 NEAR = 1.5
 """Forms expected to take at most this many times the least are tried: each expectation may be off by a fifth."""
-TRIAL_SECONDS, SHORT_SECONDS = 1.2, 0.3
+TRIAL_SECONDS, SHORT_SECONDS = 1.5, 0.3
 """What all timed rounds of a trial of long and of short steps may take together."""
 TRIAL_BYTES = 32 << 20
 """That a rank may send in one exchange of a trial."""
@@ -45,17 +45,18 @@ Trial = Callable[[Mesh, FormPolicy, int], Generator[Handle, None, float]]
 
 
 class FormChoice:
-    """The form of later batches. `settled`: trials left no doubt about the form at start, so there is no hurry to look
-    at the other. Time is kept as a multiple of what the links at start let expect: batches may differ in size."""
+    """The form of later batches. A window of serving says more than the few rounds of trials, so the other form is
+    looked at in the second one. Time is kept as a multiple of what the links at start let expect: batches may differ
+    in size."""
 
-    def __init__(self, mesh: Mesh, links: Links, traffic: Traffic, *, settled: bool) -> None:
+    def __init__(self, mesh: Mesh, links: Links, traffic: Traffic) -> None:
         self.mesh, self.links, self.traffic = mesh, links, traffic
         none = replace(traffic, tokens=0)
         self._fixed = {form: expected_seconds(form, mesh, links, none) for form in exact_forms(mesh)}
         self._each = {form: expected_seconds(form, mesh, links, replace(traffic, tokens=1)) - fixed
                       for form, fixed in self._fixed.items()}  # fmt: skip
         self._known: dict[FormName, float] = {}
-        self._waits, self._trying = (RETRY_WINDOWS if settled else 1), False
+        self._waits, self._trying = 1, False
         self._pending: tuple[FormName, float] | None = None
         self._begin(None)
 
@@ -137,11 +138,10 @@ class Found(NamedTuple):
 
 def settle(
     mesh: Mesh, links: Links, traffic: Traffic, trial: Trial
-) -> Generator[Handle, None, tuple[FormPolicy, tuple[Choice, ...], bool]]:
-    """The policy that is expected to be fastest, or that is clearly found so where several may be; why; and whether the
-    trials left no doubt about the form of long steps."""
+) -> Generator[Handle, None, tuple[FormPolicy, tuple[Choice, ...]]]:
+    """The policy that is expected to be fastest, or that is clearly found so where several may be, and why."""
     policy, (choice, *rest) = choose(mesh, links, traffic)
-    forms, clear = near(mesh, links, traffic), True
+    forms = near(mesh, links, traffic)
     if len(forms) > 1:
         most = max(1, min(traffic.tokens, TRIAL_BYTES // (traffic.out_bytes + traffic.top_k * traffic.back_bytes)))
         expected = sum(expected_seconds(form, mesh, links, replace(traffic, tokens=most)) for form in forms)
@@ -150,8 +150,7 @@ def settle(
         idle = np.array([expected_seconds(form, mesh, links, replace(traffic, tokens=0)) for form in forms])
         whole = idle + np.maximum(rounds - idle, 0) * (traffic.tokens / tokens)
         found = _found(forms, whole)
-        clear = found.clear
-        best = forms[found.best] if clear else policy.sized
+        best = forms[found.best] if found.clear else policy.sized
         few = "" if tokens == traffic.tokens else f" (from {tokens} tokens)"
         policy, choice = FormPolicy(best), Choice(choice.what, best, f"{choice.reason}; {found.text}{few}")
     if traffic.small:
@@ -162,7 +161,7 @@ def settle(
         found = _found(names, rounds)
         policy = tries[found.best] if found.clear else policy
         rest = [Choice(short.what, names[policy.capacity > 0], f"{short.reason}; {found.text}")]
-    return policy, (choice, *rest), clear
+    return policy, (choice, *rest)
 
 
 def _found(names: Sequence[str], rounds: NDArray[np.float64]) -> Found:
@@ -194,7 +193,7 @@ def _rounds(
     yield from once(warm)  # makes buffers
     fit = limit / float((yield from once(warm, 1)).sum()) * warm
     count = most if warm == most else max(1, min(most, int(fit / LEAST_ROUNDS)))
-    if count > warm:
+    if warm < count == most:  # else the links are so slow that growing buffers do not show
         yield from once(count)
     number, found = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(fit / count))), []
     for turn in range(number):
@@ -210,7 +209,7 @@ def open_exchange(
     trial: Trial | None = None,
 ) -> Generator[Handle, None, tuple[Exchange, tuple[Choice, ...]]]:
     """Make a rank's exchange in the form that was asked for, or in what is best (exact): by a probe of the links and,
-    where that leaves it open, by trials; if these do too, the other form is tried soon after serving has begun."""
+    where that leaves it open, by trials; without `trial` serving alone tells."""
     rows = Choice("exchange rows", f"{traffic.out_bytes} B out, {traffic.back_bytes} B back",
                   "out as the experts' kernel reads them, back as exchange_dtype says")  # fmt: skip
     mesh = Mesh.of(world, placement.node_of_rank)
@@ -218,10 +217,10 @@ def open_exchange(
         return Exchange(mesh, placement, wanted), (Choice("exchange", wanted.sized, "asked for"), rows)
     links = yield from probe_links(mesh)
     if trial is None:
-        (policy, chosen), settled = choose(mesh, links, traffic), False
+        policy, chosen = choose(mesh, links, traffic)
     else:
-        policy, chosen, settled = yield from settle(mesh, links, traffic, trial)
-    chooser = FormChoice(mesh, links, traffic, settled=settled) if mesh.has_rails else None
+        policy, chosen = yield from settle(mesh, links, traffic, trial)
+    chooser = FormChoice(mesh, links, traffic) if mesh.has_rails else None
     exchange = Exchange(mesh, placement, policy, chooser)
     exchange.links.rates = [links.inside, links.between]
     return exchange, (*chosen, rows)
