@@ -195,6 +195,9 @@ def test_buffers_are_counted_before_the_cache_is_sized() -> None:
     model = core.runner.model
     buffers = Units.buffer_bytes(model.weights, SPEC, model.runtime.kernels, 8)
     assert Units.of(model.weights, SPEC, model.runtime.kernels, 8).buffers.nbytes == buffers
+    slots = len(next(iter(shard.experts.values())))
+    most = Units.of(model.weights, SPEC, model.runtime.kernels, 10**9).buffers  # not a terabyte: one for each slot
+    assert len(most) == slots and most.nbytes == Units.buffer_bytes(model.weights, SPEC, model.runtime.kernels, 10**9)
     page = CONFIG.page_size * 960  # bytes of a token's latents, 6 layers in bf16
     assert abs((pages[0] - pages[1]) * page - config.mem_fraction_static * buffers) < 2 * page
 

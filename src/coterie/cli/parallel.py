@@ -36,7 +36,7 @@ PARALLEL_OPTIONS: tuple[Decorator, ...] = (
     click.option("--rebalance-steps", type=click.IntRange(min=0), default=0, show_default=True,
                  help="Steps after which experts may move to ranks with less load, while serving; 0 never."),
     click.option("--rebalance-moves", type=AT_LEAST_ONE, default=8, show_default=True,
-                 help="Experts of a layer that may move at once; each rank keeps buffers for as many."),
+                 help="Experts of a layer that may move at once, up to a rank's slots; a rank has buffers for them."),
     click.option("--rebalance-rate", type=FiniteRange(min=0, min_open=True), default=32.0, show_default=True,
                  help="MB a second that a rank sends of moving experts."),
     click.option("--stall-seconds", type=FiniteRange(min=1), default=30.0, show_default=True,

@@ -13,14 +13,11 @@ from coterie.cli.plan_output import number, say, show_json, table
 from coterie.cli.ranges import FiniteRange
 from coterie.planner.batch import MOST, BatchLimits, batch_limits
 from coterie.planner.cost import Efficiency, OpCost, StepCost, mixed_step, prior
-from coterie.planner.known import MEASURED, check_engine, layout_flags, least_spread
+from coterie.planner.known import CPU_TPOT, CPU_TTFT, MEASURED, check_engine, layout_flags, least_spread
 from coterie.planner.memory import Load
 from coterie.planner.ops import Point, requests_per_group
 from coterie.planner.quantity import Flag, Kind, Quantity
 from coterie.spec.hardware import HardwareSpec
-
-PRIOR_SPREAD = (1.8, 2.0)
-"""Of a CPU server that was not calibrated: published CPU rows lie about so far apart at equal rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +160,7 @@ def source(
         return Source(Efficiency(measured=asked.measured, absorbed=True), hw, MEASURED[number], (), how)
     if hw.kind == "cpu" and engine is None:
         how = "efficiencies of CPU servers in general: calibrate on the machine itself"
-        return Source(prior(hw), hw, PRIOR_SPREAD[number], ("UNCALIBRATED",), how)
+        return Source(prior(hw), hw, (CPU_TPOT, CPU_TTFT)[number], ("UNCALIBRATED",), how)
     if hw.kind == "cpu":
         from coterie.planner.fitted_host import fitted_host
 

@@ -11,6 +11,7 @@ placement serves; all ranks give the attempt up after the same step and try agai
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,8 @@ def plan_moves(before: ExpertPlacement, after: ExpertPlacement, layer: int) -> t
 class Units:
     """The memory of this rank's experts by MoE layer [slots, bytes], and buffers [moves, most bytes] for new ones.
 
-    A unit is all that belongs to an expert: codes, scales and minima of both its matrices.
+    A unit is all that belongs to an expert: codes, scales and minima of both its matrices. There is a buffer for each
+    move that may happen at once, and for no more of them than a layer has slots here, whatever was asked for.
     """
 
     layers: Sequence[Bytes]
@@ -95,14 +97,19 @@ class Units:
     def of(cls, weights: Mapping[str, Any], spec: ModelSpec, kernels: Kernels, most_moves: int) -> Units:
         """Allocates and touches the buffers. Raises CoterieError for a backend that does not say where experts lie."""
         layers = _units(weights, spec, kernels)
-        buffers = np.empty((most_moves, max(units.shape[1] for units in layers)), np.uint8)
+        buffers = np.empty(_room(layers, most_moves), np.uint8)
         buffers.fill(0)
         return cls(layers, buffers)
 
     @staticmethod
     def buffer_bytes(weights: Mapping[str, Any], spec: ModelSpec, kernels: Kernels, most_moves: int) -> int:
         """What the buffers take, for the memory plan."""
-        return most_moves * max(units.shape[1] for units in _units(weights, spec, kernels))
+        return math.prod(_room(_units(weights, spec, kernels), most_moves))
+
+
+def _room(layers: Sequence[Bytes], most_moves: int) -> tuple[int, int]:
+    """Shape of the buffers for so many moves; slots are as many on every rank, so all ranks move at most as many."""
+    return min(most_moves, *(len(units) for units in layers)), max(units.shape[1] for units in layers)
 
 
 def _units(weights: Mapping[str, Any], spec: ModelSpec, kernels: Kernels) -> list[Bytes]:
