@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 from worker_loop import answer_requests
 
-sys.path.remove(str(Path(__file__).resolve().parent))  # else transformers takes kernels.py here for a package it uses
-
 WARM_STEPS = 2
 SLACK = 96
 """Positions past the context: room for the steps of a measurement, and for streams that start early."""
@@ -346,4 +344,5 @@ class Worker:
 
 
 if __name__ == "__main__":
+    sys.path.remove(str(Path(__file__).resolve().parent))  # transformers would take kernels.py for another
     answer_requests(lambda: Worker(sys.argv[1]))
