@@ -121,7 +121,7 @@ def test_pods_map_over_skew_and_context(capsys: pytest.CaptureFixture[str]) -> N
     [
         (("net", *PAPER), "at least two expert-parallel ranks"),
         (("imbalance", *PAPER), "at least two expert-parallel ranks"),
-        (("net", "Llama-3.1-8B", "--hw", "h100", "-n", "2", "--ep", "2"), "no MoE layer"),
+        (("net", "Llama-3.1-8B", "--hw", "h100", "-n", "2", "--ep", "2"), "no experts to spread"),
         (("imbalance", *PAPER, "-n", "8", "--skew", "gauss"), "there is no skew 'gauss'"),
         (("imbalance", *PAPER, "-n", "8", "--skew", "gone.npy"), "No such file"),
         (("imbalance", *PAPER, "-n", "8", "--tokens", "-1"), "not in the range"),
