@@ -46,8 +46,8 @@ def build(folder: Path, sanitizers: str) -> Path:
     tree = folder / "tree"
     isolated = not all(importlib.util.find_spec(name) for name in ("scikit_build_core", "nanobind"))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tree), str(ROOT)]
-    command += [f"-Cbuild-dir={folder / 'build'}", f"-Ccmake.define.COTERIE_SANITIZE={sanitizers}"]
-    command += ["-Cinstall.strip=false"]
+    settings = (f"build-dir={folder / 'build'}", f"cmake.define.COTERIE_SANITIZE={sanitizers}", "install.strip=false")
+    command += [f"--config-settings={setting}" for setting in settings]  # pip before 23.1 has no -C
     command += [] if isolated else ["--no-build-isolation"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
