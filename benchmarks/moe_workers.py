@@ -81,7 +81,7 @@ class Coterie:
 
         shape = self.shape = weights.shape
         self.kernels, _ = select("native", threads=config["threads"], isa=config.get("isa", "auto"))
-        form = QuantPlan(config["kind"], group=config.get("group", 32)).format(config["kind"])
+        form = QuantPlan(config["kind"], group=config.get("group", "auto")).format(config["kind"])
         assert form is not None
         matrices = (
             MatrixSpec(2 * shape.inner, shape.hidden, form, segments=2), MatrixSpec(shape.hidden, shape.inner, form)

@@ -83,7 +83,7 @@ def entrants(threads: int) -> list[Entrant]:
     """Everyone there is. transformers runs its experts one by one: its default is slower in both phases."""
     torch = {"threads": threads, "dtype": "bfloat16"}
     eight = {"experts": "int8", "attention": "int8", "head": "int8"}
-    four = {"experts": "int4", "attention": "int4", "head": "int8", "group": 32}
+    four = {"experts": "int4", "attention": "int4", "head": "int8"}
     return [
         Entrant("coterie-bf16", "coterie", 16, {"threads": threads}),
         Entrant("coterie-int8", "coterie", 8, {"threads": threads, **eight}, room=0.75),

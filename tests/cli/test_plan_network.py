@@ -68,7 +68,8 @@ def test_on_cpus_net_counts_this_engines_rows(capsys: pytest.CaptureFixture[str]
     hidden = 7168
     out, back = sent()
     assert back == pytest.approx(sent("--exchange-dtype", "bfloat16")[1] * 2)
-    assert out == pytest.approx(sent("--weights", "bf16")[0] * 1.125 / 4)
+    assert out == pytest.approx(sent("--weights", "bf16")[0] * (1 + 4 / 128) / 4)
+    assert sent("--weights", "int4")[0] == pytest.approx(sent("--weights", "bf16")[0] * (1 + 4 / 32) / 4)
     assert back == pytest.approx(128 * 8 * hidden * 4 * 3 / 4, rel=0.2)  # with the busiest rank's share
     assert sent("--dispatch", "bf16")[1] < back / 2  # sums of rows return there
     assert "this engine" in fails(capsys, "net", "r1", "--hw", "h100", "-n", "8", "--exchange-dtype", "bfloat16")

@@ -76,7 +76,7 @@ def test_every_format_serves(options: Any, labels: set[str], plain: np.ndarray) 
 
 def test_a_tied_head_becomes_an_int8_copy() -> None:
     with LLM(**SMALL, head="int8") as llm:
-        assert llm.spec.tie_embeddings and lines(llm)["weights of head"] == "int8 g32"
+        assert llm.spec.tie_embeddings and lines(llm)["weights of head"] == "int8 g128"
         weights = llm._open_core().runner.model.weights
         assert weights["head"].kind == "int8" and weights["embed"].kind == "bf16"
 

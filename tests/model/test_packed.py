@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -367,8 +368,16 @@ def test_a_manifest_that_is_none(copy: Path, raw: bytes) -> None:
 
 
 def test_other_formats_than_the_folder_holds_are_refused(folder: Path) -> None:
-    with pytest.raises(LoadError, match="holds experts as int8 g32, asked was int4 g32"):
+    with pytest.raises(LoadError, match="holds experts as int8 g128, asked was int4 g32"):
         load_weights(folder, SPEC, NativeKernels(1), LoadOptions(quant=QuantPlan("int4")))
+    with pytest.raises(LoadError, match="holds experts as int8 g128, asked was int8 g32"):
+        load_weights(folder, SPEC, NativeKernels(1), LoadOptions(quant=QuantPlan("int8", group=32)))
     with pytest.raises(LoadError, match="leave out dtype float32"):
         load_weights(folder, SPEC, NativeKernels(1), LoadOptions(dtype="float32"))
     load_weights(folder, SPEC, NativeKernels(1), LoadOptions(quant=INT8, dtype="bfloat16"))
+    load_weights(folder, SPEC, NativeKernels(1), LoadOptions(quant=replace(INT8, group=128)))
+
+
+def test_a_folder_in_other_groups_than_the_default_answers_to_its_kind(tmp_path: Path) -> None:
+    packed(tmp_path, replace(INT8, group=32))
+    load_weights(tmp_path, SPEC, NativeKernels(1), LoadOptions(quant=INT8))

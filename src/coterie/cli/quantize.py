@@ -40,9 +40,9 @@ WIDTH = 140
               help="Feed-forward weights: routed and shared experts, dense layers.")
 @click.option("--attention", type=choice("attention"), default="auto", show_default=True, help="Its projections.")
 @click.option("--head", type=choice("head"), default="auto", show_default=True, help="The output head.")
-@click.option("--group", type=choice("group"), default=str(DEFAULTS.quant.group), show_default=True,
-              callback=lambda context, parameter, value: int(value),
-              help="Inputs that share a scale in int8 and int4 weights.")
+@click.option("--group", type=choice("group"), default=DEFAULTS.quant.group, show_default=True,
+              callback=lambda context, parameter, value: value if value == "auto" else int(value),
+              help="Inputs that share a scale in int8 and int4 weights; auto: 128 in int8, 32 in int4.")
 @click.option("--dtype", type=choice("dtype"), default="auto", show_default=True, help="Weights that stay unquantised.")
 @click.option("--overwrite", is_flag=True, help="Replace a packed model in OUT, or an interrupted run.")
 @click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -15,6 +15,7 @@ from coterie.model.banks import RoleNeed
 from coterie.spec.cache import CacheKind
 from coterie.spec.errors import CoterieError
 from coterie.spec.model import ModelSpec
+from coterie.spec.weights import OWN_GROUPS
 
 DEFAULT_CONTEXT = 32_768
 """Longest context that is chosen unasked; models that promise more get it by --max-model-len."""
@@ -92,7 +93,8 @@ def check_weights_fit(needs: tuple[RoleNeed, ...], spec: ModelSpec, config: Engi
 
 def _smaller(values: int, rest: int) -> str:
     """What to change: the widest format of the experts with which everything else would still fit."""
-    for name, bits in (("bf16", 16.0), ("int8", 8.5), ("int4", 4.5)):
+    scaled = [(name, bits + 16 / OWN_GROUPS[name]) for name, bits in (("int8", 8), ("int4", 4))]
+    for name, bits in [("bf16", 16.0), *scaled]:
         if 0 < values * bits / 8 <= rest:
             return f"ask for --experts {name}, with which they need {gigabytes(int(values * bits / 8))}"
     return "use a smaller model or a larger machine; --experts int4, --attention int8 and --head int8 need least"

@@ -8,6 +8,7 @@ ranges by msgspec, names, sizes and offsets here. docs/quantization.md has the l
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -248,14 +249,18 @@ def _overlaps(manifest: Manifest) -> list[str]:
 
 
 def check_quant(manifest: Manifest, quant: QuantPlan, dtype: str, layout: WeightLayout) -> None:
-    """Refuse formats that were asked for and are not those of the folder: packed weights are not converted again."""
+    """Refuse formats that were asked for and are not those of the folder: packed weights are not converted again. A
+    group counts only if it was asked for."""
     asked = {"experts": quant.experts, "attention": quant.attention, "head": quant.head}
     for key, matrix in manifest.matrices().items():
         role = layout.banks[key].role
         wanted = quant.format(asked.get(role, "auto"))
-        if wanted is not None and wanted != matrix.spec.format:
+        held = matrix.spec.format
+        if wanted is not None and quant.group == "auto" and wanted.kind == held.kind:
+            wanted = replace(wanted, group=held.group)
+        if wanted is not None and wanted != held:
             raise LoadError(
-                f"the folder holds {role} as {matrix.spec.format.label()}, asked was {wanted.label()}: leave it out, "
+                f"the folder holds {role} as {held.label()}, asked was {wanted.label()}: leave it out, "
                 "or quantise the original again"
             )
     if dtype != "auto" and {"float32": "f32", "bfloat16": "bf16"}[dtype] != manifest.kind:

@@ -19,13 +19,11 @@ from coterie.planner.network import FP8_ROW, Exchange, Form
 from coterie.spec.counts import attention_counts
 from coterie.spec.errors import SpecError
 from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
-from coterie.spec.weights import PANEL, QuantPlan
+from coterie.spec.weights import OWN_GROUPS, PANEL
 
 OpKind = Literal["product", "attention", "values", "exchange", "reduce"]
 ACTIVATION_BYTES = 2.0
 """Bytes of an activation that travels."""
-OWN_GROUP = QuantPlan().group
-"""Inputs that share a factor in the rows that our engine sends."""
 PASSES = 4
 """Times that norms and residual sums of a layer pass a row; each chosen expert adds a copy in and a sum out."""
 
@@ -285,7 +283,7 @@ def own_bytes(layout: Layout) -> tuple[float, float]:
     multiplied in tiles, else float32."""
     out = 4.0
     if layout.weights in ("int8", "int4", "fp4"):
-        out = 1 + 4 / OWN_GROUP
+        out = 1 + 4 / OWN_GROUPS.get(layout.weights, 32)
     elif layout.weights == "bf16" and layout.tiles:
         out = 2.0
     return out, 2.0 if layout.exchange == "bfloat16" else 4.0
