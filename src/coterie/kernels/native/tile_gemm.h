@@ -91,11 +91,12 @@ COTERIE_INLINE void over_row_tiles(std::int64_t rows, F body) {
 // ---- integers -------------------------------------------------------------------------------------------------------
 
 // How sums become those of the weights: tiles multiplied signed codes, so they are; or unsigned ones, whose offset is
-// to be added; or those of an affine kind, which has a min.
-enum class Zero { none, offset, affine };
+// to be added, which gives an integer or the bits of a float (kFloatBits of layout.h); or those of an affine kind, which
+// has a min.
+enum class Zero { none, offset, started, affine };
 
-constexpr std::int64_t kTileColumns = 256;  // columns whose codes are spread at once: with their inputs they stay in the
-                                            // first cache
+constexpr std::int64_t kTileColumns = 256;  // columns that all rows are multiplied by at once: with inputs and sums they
+                                            // stay in the first cache; half of them in short groups, which have more sums
 constexpr int kDrained = 4;                 // groups that are drained together, at most
 
 // Sums of `groups` groups of a block of rows, [groups][kTileBlock][kPanel], that are still to be scaled and added.
@@ -114,13 +115,14 @@ struct Pending {
 template <Zero Z, int G>
 static void drain(const Pending& p, std::int64_t factor_stride, std::int64_t offset_stride, std::int32_t start) {
   constexpr int V = kPanel / kLanes;
-  Vec scale[G][V], min[G][V];
+  Vec scale[G][V], other[G][V];
   const float* factors[G];
   for (int g = 0; g < G; ++g) {
     factors[g] = p.factors[g];
     for (int v = 0; v < V; ++v) {
       scale[g][v] = load(p.scales + g * kPanel + v * kLanes);
-      if constexpr (Z == Zero::affine) min[g][v] = -load(p.mins + g * kPanel + v * kLanes);
+      if constexpr (Z == Zero::started) other[g][v] = scale[g][v] * splat(-kFloatStart);
+      if constexpr (Z == Zero::affine) other[g][v] = -load(p.mins + g * kPanel + v * kLanes);
     }
   }
   const std::int32_t* sums = p.sums;
@@ -136,9 +138,14 @@ static void drain(const Pending& p, std::int64_t factor_stride, std::int64_t off
       for (int v = 0; v < V; ++v) {
         VecI sum;
         std::memcpy(&sum, sums + g * kTileBlock * kPanel + v * kLanes, sizeof sum);
-        if constexpr (Z == Zero::offset) sum += offsets[g] - start - VecI{};
-        Vec value = __builtin_convertvector(sum, Vec) * scale[g][v];
-        if constexpr (Z == Zero::affine) value = fma(splat(static_cast<float>(offsets[g])), min[g][v], value);
+        Vec value;
+        if constexpr (Z == Zero::started) {
+          value = scale_started(sum + (offsets[g] - VecI{}), scale[g][v], other[g][v]);
+        } else {
+          if constexpr (Z == Zero::offset) sum += offsets[g] - start - VecI{};
+          value = __builtin_convertvector(sum, Vec) * scale[g][v];
+          if constexpr (Z == Zero::affine) value = fma(splat(static_cast<float>(offsets[g])), other[g][v], value);
+        }
         total[v] = fma(value, factor, total[v]);
       }
       factors[g] += factor_stride;
@@ -165,9 +172,9 @@ class IntTiles {
     std::memset(running_, 0, sizeof(float) * static_cast<std::size_t>(task_.rows * kPanel));
     if (whole) std::memset(sums_, 0, sizeof(float) * static_cast<std::size_t>(round_up(task_.rows, kTileRows) * kPanel));
     const std::int64_t width = padded_cols(m_.format.kind, m_.cols);
-    for (std::int64_t first = 0; first < width; first += kTileColumns) {
-      const std::int64_t last = first + kTileColumns < width ? first + kTileColumns : width;
-      columns(first, last, whole);
+    const std::int64_t step = m_.group > 32 ? kTileColumns : kTileColumns / 2;
+    for (std::int64_t first = 0; first < width; first += step) {
+      columns(first, first + step < width ? first + step : width, whole);
     }
     whole ? drain_whole() : finish();
     store_panel(task_, p, running_);
@@ -178,7 +185,7 @@ class IntTiles {
   void columns(std::int64_t first, std::int64_t last, bool whole) {
     const unsigned char* stored = base_ + first / 4 * kQuadBytes<S>;
     codes_ = stored;
-    if constexpr (Z != Zero::offset) {
+    if constexpr (S != Store::bytes || Z == Zero::none) {
       spread_codes<S, S == Store::bytes && Z == Zero::none>(stored, (last - first) / 4, table_, spread_);
       codes_ = spread_;
     }
@@ -192,13 +199,14 @@ class IntTiles {
     }
     const std::int64_t end = (last + m_.group - 1) / m_.group;
     begin_ = first / m_.group, end_ = end < m_.groups ? end : m_.groups;
-    widen_scales(first / kTileColumns % 2);
+    widen_scales();
     over_row_tiles(task_.rows, [&](const TileRows& at, bool both) { both ? groups<true>(at) : groups<false>(at); });
   }
 
   // Scales (and mins) of groups [begin_, end_) as floats. Those of the block of columns before are still in use.
-  void widen_scales(std::int64_t turn) {
-    scales_ = scale_buffers_[turn];
+  void widen_scales() {
+    turn_ ^= 1;
+    scales_ = scale_buffers_[turn_];
     mins_ = scales_ + kMostGroups * kPanel;
     for (std::int64_t group = begin_; group < end_; ++group) {
       for (int lane = 0; lane < kPanel; lane += kLanes) {
@@ -307,7 +315,7 @@ class IntTiles {
 
   void drain_whole() {
     begin_ = 0, end_ = 1;
-    widen_scales(0);
+    widen_scales();
     over_row_tiles(task_.rows, [&](const TileRows& at, bool) {
       announce(at, 0, 1, sums_ + at.row * kPanel);
       drain_pending();
@@ -329,6 +337,7 @@ class IntTiles {
   std::int64_t begin_ = 0, end_ = 0;
   std::int32_t* held_ = nullptr;  // where the sums go that the registers hold
   bool held_both_ = false;
+  int turn_ = 0;
   alignas(64) float running_[kMaxIntRows * kPanel];
   alignas(64) std::int32_t sums_[kMaxIntRows * kPanel];  // of whole rows, or of kDrained groups
   alignas(64) float scale_buffers_[2][2 * kMostGroups * kPanel];
@@ -435,18 +444,13 @@ static void chain_bf16_gemm(const GemmTask& task) {
 
 // ---- all kinds ------------------------------------------------------------------------------------------------------
 
-// Whether a copy of int8 codes, turned into signed ones, costs less than adding the offset of the stored ones to sums.
-static bool signed_pays(const GemmTask& task) {
-  return task.weight.group < 64;
-}
-
 static void tile_gemm(const GemmTask& task) {
   const Format& format = task.weight.format;
   if (format.kind == Kind::bf16) return task.rows > kFewFloatRows ? tile_bf16_gemm(task) : chain_bf16_gemm(task);
   if (!is_integer(format.kind) || task.rows <= kFewIntRows) return avx512::table.gemm(task);
   switch (format.kind) {
-    case Kind::int8: return signed_pays(task) ? tile_int_gemm<Store::bytes, Zero::none>(task)
-                                              : tile_int_gemm<Store::bytes, Zero::offset>(task);
+    case Kind::int8: return start_of(format) ? tile_int_gemm<Store::bytes, Zero::started>(task)
+                                             : tile_int_gemm<Store::bytes, Zero::offset>(task);
     case Kind::affine8: return tile_int_gemm<Store::bytes, Zero::affine>(task);
     case Kind::affine4: return tile_int_gemm<Store::nibbles, Zero::affine>(task);
     default: return tile_int_gemm<Store::table, Zero::none>(task);
