@@ -1,6 +1,6 @@
 """The routed experts of one MoE layer alone, ours beside kt-kernel (or torch in bf16 where that is not installed).
 
-    python benchmarks/moe_layer.py [--shape v2-lite] [--shape v3] [--kt-python kt-env/bin/python]
+    python benchmarks/moe_layer.py [--shape v2-lite] [--shape v3] [--rows 512] [--kt-python kt-env/bin/python]
 
 V2-Lite and V3 shapes (V3 with 32 experts, so that it fits), 1, 8, 64 and 512 rows, int8 and int4, and the error of each
 against float32 arithmetic. Interleaved like peers.py, in the same kind of processes; medians, ranges, ratios within
@@ -65,8 +65,8 @@ def engines(threads: int, kt_python: str) -> list[Engine]:
 class Contest:
     """Rounds of one shape. `times`: seconds by (engine, tokens), one median a round."""
 
-    def __init__(self, shape: str, engines: list[Engine], threads: int) -> None:
-        self.shape, self.engines, self.threads = shape, engines, threads
+    def __init__(self, shape: str, engines: list[Engine], threads: int, rows: list[int]) -> None:
+        self.shape, self.engines, self.threads, self.rows = shape, engines, threads, rows
         self.fleet = Fleet(psutil.virtual_memory().available - 2_000_000_000)
         self.times: dict[tuple[str, int], list[float]] = {}
         self.reads: list[float] = []
@@ -81,7 +81,7 @@ class Contest:
     def run(self, rounds: int, console: Console) -> None:
         try:
             for number in range(rounds + 1):  # the first warms up
-                for tokens in TOKENS:
+                for tokens in self.rows:
                     for engine in self.engines:
                         self._shot(number, tokens, engine, console)
         finally:
@@ -109,7 +109,7 @@ class Contest:
         read = statistics.median(self.reads) / 1e9
         names = [engine.name for engine in self.engines]
         lines = [title, "", f"Reading memory: {read:.1f} GB/s. A cell: ms (range), rows a second.", ""]
-        rows = [[f"{tokens} rows", *(self._cell(name, tokens) for name in names)] for tokens in TOKENS]
+        rows = [[f"{tokens} rows", *(self._cell(name, tokens) for name in names)] for tokens in self.rows]
         loads = {name: self.fleet.loaded(name) for name in names}
         for title, key, scale, unit in (("error to float32", "error_to_f32", 1.0, ""),
                                         ("weights of a layer", "nbytes", 1e9, " GB")):  # fmt: skip
@@ -120,7 +120,7 @@ class Contest:
         pairs = [(a.name, b.name) for a in ours for b in self.engines
                  if b.module != "coterie" and b.bits in (a.bits, 16)]  # fmt: skip
         if pairs:
-            rows = [[f"{count} rows", *(ratio_text(self._ratio(count, *pair)) for pair in pairs)] for count in TOKENS]
+            rows = [[f"{count} rows", *(ratio_text(self._ratio(count, *pair)) for pair in pairs)] for count in self.rows]
             lines += ["", *table(["times as fast", *(f"{a} : {b}" for a, b in pairs)], rows)]
         return "\n".join([*lines, "", *(f"- {name}: {reason}" for name, reason in self.failures.items())])
 
@@ -140,13 +140,20 @@ class Contest:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
+    parser.add_argument("--rows", type=int, action="append", choices=TOKENS, help="only these (default: all)")
+    parser.add_argument("--entrants", help="only these engines, with commas: 'coterie int8,kt AMXINT8'")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=machine().threads)
     parser.add_argument("--kt-python", default=sys.executable, help="python of an environment with kt-kernel")
     arguments = parser.parse_args()
     available = engines(arguments.threads, arguments.kt_python)
+    if arguments.entrants:
+        wanted = [name.strip() for name in arguments.entrants.split(",")]
+        if unknown := set(wanted) - {engine.name for engine in available}:
+            parser.error(f"{', '.join(sorted(unknown))}: there is {', '.join(engine.name for engine in available)}")
+        available = [engine for engine in available if engine.name in wanted]
     for shape in arguments.shape or ["v2-lite", "v3"]:
-        contest = Contest(shape, available, arguments.threads)
+        contest = Contest(shape, available, arguments.threads, arguments.rows or list(TOKENS))
         contest.run(arguments.rounds, Console(stderr=True))
         print(contest.markdown())
 

@@ -96,6 +96,7 @@ def test_limits_as_json(capsys):
     ("arguments", "code", "said"),
     [
         (["latency", "--layers", "2"], 1, "--load-format dummy"),
+        (["latency", "--load-format", "dummy", "--layers", "99"], 1, "--layers 99: the model has"),
         (["latency", "nowhere"], 1, "there is no model folder"),
         (["latency", *SMALL, "--max-model-len", "20"], 1, "max_model_len 20 is too small"),
         (["latency", *SMALL, "--context", "100000"], 1, "positions"),

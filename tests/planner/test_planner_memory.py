@@ -124,6 +124,16 @@ def test_exchange_buffers_are_deepeps() -> None:
     assert exchange_buffers(V3, H100, Layout(devices=8, tp=8, dp=1, ep=8), Load()).value == 0
 
 
+def test_exchange_buffers_of_cpus_are_of_what_is_sent() -> None:
+    """A chunk's rows to eight experts: int8 with a float32 for 128 inputs, and float32 or bf16 back."""
+    cpu = device("xeon-6980p")
+    layout = Layout(devices=4, tp=1, dp=4, ep=4, weights="int8")
+    rows = Load().chunk * 8 * 7168
+    assert exchange_buffers(V3, cpu, layout, Load()).value == rows * (1 + 4 / 128 + 4)
+    assert exchange_buffers(V3, cpu, replace(layout, exchange="bfloat16"), Load()).value == rows * (1 + 4 / 128 + 2)
+    assert exchange_buffers(V3, cpu, replace(layout, weights="bf16"), Load()).value == rows * (4 + 4)
+
+
 def test_capacity_is_whole_pages_and_requests_of_whole_groups() -> None:
     load = Load(isl=4096, osl=1024, page=64)
     result = budget(V3, device("h200"), choose(V3, device("h200"), 16), load)

@@ -177,6 +177,8 @@ def model_files(values: Mapping[str, Any]) -> ModelFiles:
         return files
     if not dummy:
         raise CoterieError("--layers cuts a model short, which files cannot be read for; add --load-format dummy")
+    if values["layers"] > len(files.spec.layers):
+        raise CoterieError(f"--layers {values['layers']}: the model has {len(files.spec.layers)}")
     return replace(files, spec=replace(files.spec, layers=files.spec.layers[: values["layers"]], mtp_layers=()))
 
 

@@ -12,8 +12,8 @@ from coterie.cli.plan_output import number, show_json, table
 from coterie.cli.ranges import FiniteRange
 from coterie.planner.cost import prior
 from coterie.planner.imbalance import gamma
+from coterie.planner.memory import own_bytes
 from coterie.planner.network import FORMS, FP8_ROW, PAPER, Exchange, Form, busiest_pair, ranks_per_domain
-from coterie.planner.ops import own_bytes
 from coterie.planner.quantity import Kind, sure
 from coterie.planner.skew import FORMS as SKEWS
 from coterie.planner.skew import Skew

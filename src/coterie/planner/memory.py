@@ -16,7 +16,7 @@ from coterie.spec.counts import WeightCounts
 from coterie.spec.errors import SpecError
 from coterie.spec.hardware import HardwareSpec
 from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
-from coterie.spec.weights import PANEL, MatrixSpec, QuantPlan
+from coterie.spec.weights import OWN_GROUPS, PANEL, MatrixSpec, QuantPlan
 
 GIB = float(1 << 30)
 MAX_TOKENS = 100_000_000
@@ -273,6 +273,18 @@ def context(hw: HardwareSpec) -> Quantity:
     return Quantity(1.5 * GIB, "B", "assumed", "context", 1.0 * GIB, 2.5 * GIB)
 
 
+def own_bytes(layout: Layout) -> tuple[float, float]:
+    """Bytes of a value that our engine sends to an expert and that come back (docs/expert-parallel.md, Forms): int8 and
+    a float32 for each group of inputs where weights are integers (MXFP4 is held as such), bf16 where bf16 weights are
+    multiplied in tiles, else float32."""
+    out = 4.0
+    if layout.weights in ("int8", "int4", "fp4"):
+        out = 1 + 4 / OWN_GROUPS.get(layout.weights, 32)
+    elif layout.weights == "bf16" and layout.tiles:
+        out = 2.0
+    return out, 2.0 if layout.exchange == "bfloat16" else 4.0
+
+
 def exchange_buffers(model: ModelSpec, hw: HardwareSpec, layout: Layout, load: Load, room: float = 0.0) -> Quantity:
     """Buffers of the all-to-all. On devices those of low-latency kernels (DeepEP, LowLatencyLayout of csrc/config.hpp):
     two send and two receive buffers, each of experts x tokens of a rank x a row in 16 bits with its scales. They are
@@ -285,7 +297,7 @@ def exchange_buffers(model: ModelSpec, hw: HardwareSpec, layout: Layout, load: L
     hidden = model.hidden_size
     if hw.kind == "cpu":
         top_k = max(moe.top_k for moe in routed)
-        return sure(2.0 * load.chunk * top_k * hidden * 4, "B", "exchange-buffers", "derived")
+        return sure(load.chunk * top_k * hidden * sum(own_bytes(layout)), "B", "exchange-buffers", "derived")
     token_bytes = 4.0 * slots * (2 * hidden + 4 * (hidden // 128))
     if load.batch is not None:
         rows = float(-(-load.batch // layout.devices))

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from coterie.planner.layout import WEIGHT_BITS, WEIGHT_BYTES, Layout, WeightName
-from coterie.planner.memory import kv_share, layer_row
+from coterie.planner.memory import kv_share, layer_row, own_bytes
 from coterie.planner.network import FP8_ROW, Exchange, Form
 from coterie.spec.counts import attention_counts
 from coterie.spec.errors import SpecError
 from coterie.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
-from coterie.spec.weights import OWN_GROUPS, PANEL
+from coterie.spec.weights import PANEL
 
 OpKind = Literal["product", "attention", "values", "exchange", "reduce"]
 ACTIVATION_BYTES = 2.0
@@ -275,18 +275,6 @@ def exchange_op(model: ModelSpec, ffn: MoESpec, layout: Layout, batch: Batch, pl
         bytes_back=back, gamma=batch.gamma, reduced=layout.exchange is None,
     )  # fmt: skip
     return Op(name="all-to-all", kind="exchange", layer=place[0], times=place[1], message=message, ranks=layout.devices)
-
-
-def own_bytes(layout: Layout) -> tuple[float, float]:
-    """Bytes of a value that our engine sends to an expert and that come back (docs/expert-parallel.md, Forms): int8 and
-    a float32 for each group of inputs where weights are integers (MXFP4 is held as such), bf16 where bf16 weights are
-    multiplied in tiles, else float32."""
-    out = 4.0
-    if layout.weights in ("int8", "int4", "fp4"):
-        out = 1 + 4 / OWN_GROUPS.get(layout.weights, 32)
-    elif layout.weights == "bf16" and layout.tiles:
-        out = 2.0
-    return out, 2.0 if layout.exchange == "bfloat16" else 4.0
 
 
 # Ends of a step

@@ -157,8 +157,7 @@ def check_topology(num_ranks: int, num_nodes: int, ranks_per_node: tuple[int, ..
     elif num_ranks % num_nodes:
         valid = [nodes for nodes in range(1, num_ranks + 1) if num_ranks % nodes == 0]
         raise SpecError(
-            f"{num_ranks} ranks do not divide over {num_nodes} nodes; valid numbers of nodes: {_listed(valid)}; "
-            "or give ranks_per_node"
+            f"{num_ranks} ranks do not divide over {num_nodes} nodes; valid numbers of nodes: {_listed(valid)}"
         )
 
 

@@ -43,7 +43,7 @@ struct Grain {
   std::int64_t pairs, heads;
 };
 constexpr Grain kVectorGrain{128, 8};
-constexpr Grain kTileGrain{128, 16};
+constexpr Grain kTileGrain{256, 16};
 
 bool in_tiles(const KernelTable& table, const AttentionArgs& args) {
   return table.tile_attention && args.keys.kind != CacheKind::f32 && args.values.kind != CacheKind::f32 &&

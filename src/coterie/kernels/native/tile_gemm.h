@@ -1,46 +1,54 @@
-// Products in tiles: blocks of 32 rows and a panel's 32 outputs, two tiles each way. Included by tile_kernels.cpp
+// Products in tiles: blocks of up to 32 rows and a panel's 32 outputs, two tiles each way. Included by tile_kernels.cpp
 // inside the level's namespace.
 //
 // int8: exact sums leave the tiles at the end of each scale group and are scaled as in igemm.h, so the bits are those
 // of the vector kernels. bf16: weights times activations rounded to bf16, in the one order of the instruction (32
 // columns at a time: even and odd columns in two chains, then sum + (even + odd)); few rows run through chain_block,
-// vector code of exactly that order. Tiles read whole blocks of 16 rows: inputs have kTileSlack rows of room behind.
+// vector code of exactly that order. A task's tiles have nearly its rows' number in common: those of the last may go past
+// its rows, so inputs have kTileSlack rows of room behind.
 
-constexpr std::int64_t kTileBlock = 2 * kTileRows;  // rows
+constexpr std::int64_t kTileBlock = 2 * kTileRows;  // rows, at most
 constexpr std::int64_t kFewIntRows = 8;             // up to so many the vector kernel is as fast: memory is the limit
 constexpr std::int64_t kFewFloatRows = 4;
 
-// Two row tiles and two output tiles, or one row tile if `Both` is false.
+// Rows of a tile where `rows`, at most kMaxIntRows, are cut into as few as possible.
+COTERIE_INLINE std::int64_t tile_height(std::int64_t rows) {
+  const std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  return (rows + tiles - 1) / tiles;
+}
+
+// Two row tiles of `height` and two output tiles, or one row tile if `Both` is false.
 template <bool Both>
-COTERIE_INLINE void load_sums(Tiles& tiles, const void* sums) {
+COTERIE_INLINE void load_sums(Tiles& tiles, const void* sums, std::int64_t height) {
   const char* at = static_cast<const char*>(sums);
   constexpr std::int64_t kStride = kPanel * 4;
   tiles.load<0>(at, kStride);
   tiles.load<1>(at + 64, kStride);
   if constexpr (Both) {
-    tiles.load<2>(at + kTileRows * kStride, kStride);
-    tiles.load<3>(at + kTileRows * kStride + 64, kStride);
+    tiles.load<2>(at + height * kStride, kStride);
+    tiles.load<3>(at + height * kStride + 64, kStride);
   }
 }
 
 template <bool Both>
-COTERIE_INLINE void store_sums(const Tiles& tiles, void* sums) {
+COTERIE_INLINE void store_sums(const Tiles& tiles, void* sums, std::int64_t height) {
   char* at = static_cast<char*>(sums);
   constexpr std::int64_t kStride = kPanel * 4;
   tiles.store<0>(at, kStride);
   tiles.store<1>(at + 64, kStride);
   if constexpr (Both) {
-    tiles.store<2>(at + kTileRows * kStride, kStride);
-    tiles.store<3>(at + kTileRows * kStride + 64, kStride);
+    tiles.store<2>(at + height * kStride, kStride);
+    tiles.store<3>(at + height * kStride + 64, kStride);
   }
 }
 
 template <bool Both>
-COTERIE_INLINE void load_factors(Tiles& tiles, const std::int8_t* x, std::int64_t x_stride, const unsigned char* w) {
+COTERIE_INLINE void load_factors(Tiles& tiles, const std::int8_t* x, std::int64_t x_stride, std::int64_t height,
+                                 const unsigned char* w) {
   tiles.load<6>(w, 128);
   tiles.load<7>(w + 64, 128);
   tiles.load<4>(x, x_stride);
-  if constexpr (Both) tiles.load<5>(x + kTileRows * x_stride, x_stride);
+  if constexpr (Both) tiles.load<5>(x + height * x_stride, x_stride);
 }
 
 template <bool Both, bool Signed>
@@ -74,17 +82,17 @@ class Fetcher {
   std::int64_t share_ = 0;
 };
 
-// Rows [row, row + rows) of a task, at most kTileBlock of them.
+// Rows [row, row + rows) of a task, at most two tiles of them.
 struct TileRows {
   std::int64_t row, rows;
 };
 
 // Calls body(rows, both) for each block of rows.
 template <class F>
-COTERIE_INLINE void over_row_tiles(std::int64_t rows, F body) {
-  for (std::int64_t row = 0; row < rows; row += kTileBlock) {
-    const std::int64_t n = rows - row < kTileBlock ? rows - row : kTileBlock;
-    body(TileRows{row, n}, n > kTileRows);
+COTERIE_INLINE void over_row_tiles(std::int64_t rows, std::int64_t height, F body) {
+  for (std::int64_t row = 0; row < rows; row += 2 * height) {
+    const std::int64_t n = rows - row < 2 * height ? rows - row : 2 * height;
+    body(TileRows{row, n}, n > height);
   }
 }
 
@@ -162,7 +170,11 @@ template <Store S, Zero Z>
 class IntTiles {
  public:
   explicit IntTiles(const GemmTask& task)
-      : task_(task), m_(task.weight), depth_(m_.group < 64 ? static_cast<int>(m_.group) : 64), tiles_(depth_) {
+      : task_(task),
+        m_(task.weight),
+        depth_(m_.group < 64 ? static_cast<int>(m_.group) : 64),
+        height_(tile_height(task.rows)),
+        tiles_(depth_, static_cast<int>(height_)) {
     for (int i = 0; i < 16; ++i) table_[i] = static_cast<unsigned char>(m_.format.table[i]);
   }
 
@@ -189,10 +201,10 @@ class IntTiles {
       spread_codes<S, S == Store::bytes && Z == Zero::none>(stored, (last - first) / 4, table_, spread_);
       codes_ = spread_;
     }
-    const std::int64_t row_tiles = (task_.rows + kTileBlock - 1) / kTileBlock;
-    fetcher_.begin(stored, (last - first) / 4 * kQuadBytes<S>, row_tiles * (last - first) / depth_);
+    const std::int64_t blocks = (task_.rows + 2 * height_ - 1) / (2 * height_);
+    fetcher_.begin(stored, (last - first) / 4 * kQuadBytes<S>, blocks * (last - first) / depth_);
     if (whole) {
-      over_row_tiles(task_.rows, [&](const TileRows& at, bool both) {
+      over_row_tiles(task_.rows, height_, [&](const TileRows& at, bool both) {
         both ? whole_row<true>(at, first, last) : whole_row<false>(at, first, last);
       });
       return;
@@ -200,7 +212,7 @@ class IntTiles {
     const std::int64_t end = (last + m_.group - 1) / m_.group;
     begin_ = first / m_.group, end_ = end < m_.groups ? end : m_.groups;
     widen_scales();
-    over_row_tiles(task_.rows, [&](const TileRows& at, bool both) { both ? groups<true>(at) : groups<false>(at); });
+    over_row_tiles(task_.rows, height_, [&](const TileRows& at, bool both) { both ? groups<true>(at) : groups<false>(at); });
   }
 
   // Scales (and mins) of groups [begin_, end_) as floats. Those of the block of columns before are still in use.
@@ -220,7 +232,7 @@ class IntTiles {
 
   template <bool Both>
   __attribute__((always_inline)) void multiply(const std::int8_t* x, const unsigned char* codes) {
-    load_factors<Both>(tiles_, x, task_.quantized.stride, codes);
+    load_factors<Both>(tiles_, x, task_.quantized.stride, height_, codes);
     multiply_bytes<Both, Z == Zero::none>(tiles_);
     fetcher_.some();
   }
@@ -228,7 +240,7 @@ class IntTiles {
   // Stores the sums that a register holds of the group before.
   template <int R, int V>
   __attribute__((always_inline)) void release() {
-    if (held_ && (R == 0 || held_both_)) tiles_.store<2 * R + V>(held_ + R * kTileRows * kPanel + V * 16, kPanel * 4);
+    if (held_ && (R == 0 || held_both_)) tiles_.store<2 * R + V>(held_ + R * height_ * kPanel + V * 16, kPanel * 4);
   }
 
   template <int R, int V>
@@ -242,7 +254,7 @@ class IntTiles {
   template <bool Both>
   __attribute__((always_inline)) void multiply_first(const std::int8_t* x, const unsigned char* codes,
                                                      std::int32_t* sums) {
-    load_factors<Both>(tiles_, x, task_.quantized.stride, codes);
+    load_factors<Both>(tiles_, x, task_.quantized.stride, height_, codes);
     release<0, 0>();
     begin<0, 0>();
     release<0, 1>();
@@ -308,15 +320,15 @@ class IntTiles {
   void whole_row(const TileRows& at, std::int64_t first, std::int64_t last) {
     const std::int8_t* x = task_.quantized.codes + at.row * task_.quantized.stride;
     const unsigned char* w = codes_;
-    load_sums<Both>(tiles_, sums_ + at.row * kPanel);
+    load_sums<Both>(tiles_, sums_ + at.row * kPanel, height_);
     for (std::int64_t k = first; k < last; k += 64, w += 64 * kPanel) multiply<Both>(x + k, w);
-    store_sums<Both>(tiles_, sums_ + at.row * kPanel);
+    store_sums<Both>(tiles_, sums_ + at.row * kPanel, height_);
   }
 
   void drain_whole() {
     begin_ = 0, end_ = 1;
     widen_scales();
-    over_row_tiles(task_.rows, [&](const TileRows& at, bool) {
+    over_row_tiles(task_.rows, height_, [&](const TileRows& at, bool) {
       announce(at, 0, 1, sums_ + at.row * kPanel);
       drain_pending();
     });
@@ -327,6 +339,7 @@ class IntTiles {
   const GemmTask& task_;
   const Matrix& m_;
   const int depth_;
+  const std::int64_t height_;  // of a row tile
   Tiles tiles_;
   Fetcher fetcher_;
   Pending pending_{};
@@ -358,10 +371,11 @@ template <bool Both>
 static void tile_floats(Tiles& tiles, Fetcher& fetcher, const GemmTask& task, const unsigned char* w, const TileRows& at,
                         std::int64_t first, std::int64_t last, float* running) {
   const Activations& q = task.quantized;
+  const std::int64_t height = tile_height(task.rows);
   const std::int8_t* x = q.codes + at.row * q.stride;
-  load_sums<Both>(tiles, running + at.row * kPanel);
+  load_sums<Both>(tiles, running + at.row * kPanel, height);
   for (std::int64_t at_byte = first; at_byte < last; at_byte += 64, w += 16 * 128) {
-    load_factors<Both>(tiles, x + at_byte, q.stride, w);
+    load_factors<Both>(tiles, x + at_byte, q.stride, height, w);
     tiles.dot_bf16<0, 0>();
     tiles.dot_bf16<0, 1>();
     if constexpr (Both) {
@@ -370,13 +384,14 @@ static void tile_floats(Tiles& tiles, Fetcher& fetcher, const GemmTask& task, co
     }
     fetcher.some();
   }
-  store_sums<Both>(tiles, running + at.row * kPanel);
+  store_sums<Both>(tiles, running + at.row * kPanel, height);
 }
 
 static void tile_bf16_gemm(const GemmTask& task) {
   alignas(64) float running[kMaxIntRows * kPanel];
   const Matrix& m = task.weight;
-  Tiles tiles(64);
+  const std::int64_t height = tile_height(task.rows);
+  Tiles tiles(64, static_cast<int>(height));
   Fetcher fetcher;
   constexpr std::int64_t kBlockBytes = kTileColumns * 2;  // of one row of activations
   const std::int64_t row_bytes = padded_cols(Kind::bf16, m.cols) * 2;
@@ -385,8 +400,8 @@ static void tile_bf16_gemm(const GemmTask& task) {
     for (std::int64_t first = 0; first < row_bytes; first += kBlockBytes) {
       const std::int64_t last = first + kBlockBytes < row_bytes ? first + kBlockBytes : row_bytes;
       const unsigned char* w = m.data + p * m.panel_bytes + first * kPanel;
-      fetcher.begin(w, (last - first) * kPanel, (task.rows + kTileBlock - 1) / kTileBlock * (last - first) / 64);
-      over_row_tiles(task.rows, [&](const TileRows& at, bool both) {
+      fetcher.begin(w, (last - first) * kPanel, (task.rows + 2 * height - 1) / (2 * height) * (last - first) / 64);
+      over_row_tiles(task.rows, height, [&](const TileRows& at, bool both) {
         if (both) return tile_floats<true>(tiles, fetcher, task, w, at, first, last, running);
         tile_floats<false>(tiles, fetcher, task, w, at, first, last, running);
       });

@@ -2,8 +2,9 @@
 // instructions of AMX, or (COTERIE_TILES_EMULATED) as plain C++ after their documented meaning, which runs everywhere
 // and serves the tests. Not here: products.
 //
-// Registers 0 to 3 hold sums [16 rows][16 outputs]; 4 and 5 hold 16 rows of activations, `depth` bytes each; 6 and 7
-// hold depth / 4 quads (int8) or pairs (bf16) of 16 outputs. Sum 2 r + v belongs to rows 4 + r and outputs 6 + v.
+// Registers 0 to 3 hold sums [rows][16 outputs]; 4 and 5 hold rows of activations, `depth` bytes each; 6 and 7 hold
+// depth / 4 quads (int8) or pairs (bf16) of 16 outputs. Sum 2 r + v belongs to rows 4 + r and outputs 6 + v. Fewer than
+// 16 rows take less time in proportion.
 
 constexpr int kTileRows = 16;
 
@@ -11,9 +12,9 @@ constexpr int kTileRows = 16;
 
 class Tiles {
  public:
-  explicit Tiles(int depth) {
-    for (int t = 0; t < 4; ++t) shape_[t] = {16, 64};
-    for (int t = 4; t < 6; ++t) shape_[t] = {16, depth};
+  explicit Tiles(int depth, int rows = kTileRows) {
+    for (int t = 0; t < 4; ++t) shape_[t] = {rows, 64};
+    for (int t = 4; t < 6; ++t) shape_[t] = {rows, depth};
     for (int t = 6; t < 8; ++t) shape_[t] = {depth / 4, 64};
   }
 
@@ -98,7 +99,7 @@ class Tiles {
 
 class Tiles {
  public:
-  explicit Tiles(int depth) {
+  explicit Tiles(int depth, int rows = kTileRows) {
     struct Config {
       std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
       std::uint16_t row_bytes[16] = {};
@@ -107,7 +108,7 @@ class Tiles {
     alignas(64) Config config;
     for (int t = 0; t < 8; ++t) {
       config.row_bytes[t] = static_cast<std::uint16_t>(t == 4 || t == 5 ? depth : 64);
-      config.rows[t] = static_cast<std::uint8_t>(t >= 6 ? depth / 4 : 16);
+      config.rows[t] = static_cast<std::uint8_t>(t >= 6 ? depth / 4 : rows);
     }
     // gcc 12 tells the optimiser of 8 of the 64 bytes only; without the clobber it may drop the other stores.
     asm volatile("" ::"r"(&config) : "memory");
