@@ -120,7 +120,7 @@ class Contest:
         pairs = [(a.name, b.name) for a in ours for b in self.engines
                  if b.module != "coterie" and b.bits in (a.bits, 16)]  # fmt: skip
         if pairs:
-            rows = [[f"{count} rows", *(ratio_text(self._ratio(count, *pair)) for pair in pairs)] for count in self.rows]
+            rows = [[f"{n} rows", *(ratio_text(self._ratio(n, *pair)) for pair in pairs)] for n in self.rows]
             lines += ["", *table(["times as fast", *(f"{a} : {b}" for a, b in pairs)], rows)]
         return "\n".join([*lines, "", *(f"- {name}: {reason}" for name, reason in self.failures.items())])
 
