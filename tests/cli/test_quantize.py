@@ -46,6 +46,19 @@ def test_tables_and_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
+    ("asked", "experts", "attention"),
+    [([], "g32", "g128"), (["--group", "auto"], "g32", "g128"), (["--group", "64"], "g64", "g64")],
+)
+def test_groups_follow_the_format_unless_asked_for(
+    asked: list[str], experts: str, attention: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["quantize", str(tmp_path / "out"), "--experts", "int4", "--attention", "int8", *asked]) == 0
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert lines["ffn.down"][1:3] == ["int4", experts]
+    assert lines["attention.o"][1:3] == ["int8", attention]
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         ([], 2, "give the model and the folder to write"),
