@@ -316,14 +316,13 @@ static void store_panel(const GemmTask& task, std::int64_t panel, const float* r
   }
 }
 
-// One byte a code for `count` quads; signed codes of bytes if asked (tables hold what is wanted).
-template <Store S, bool Signed>
+// One byte a code, or what the table holds for it, for `count` quads.
+template <Store S>
 static void spread_codes(const unsigned char* quads, std::int64_t count, const unsigned char* table,
                          unsigned char* out) {
   for (std::int64_t i = 0; i < count; ++i) {
     for (int lane = 0; lane < kPanel; lane += kLanes) {
-      VecU codes = load_codes<S>(quads + i * kQuadBytes<S>, lane, table);
-      if constexpr (Signed) codes ^= 0x80808080u;
+      const VecU codes = load_codes<S>(quads + i * kQuadBytes<S>, lane, table);
       std::memcpy(out + i * kQuadBytes<Store::bytes> + lane * 4, &codes, sizeof codes);
     }
   }
@@ -336,7 +335,7 @@ static void int_columns(const GemmTask& task, IntPanel panel, float* running) {
     if (task.rows >= kSpreadRows && task.weight.group <= kBlock) {
       alignas(64) unsigned char spread[kBlock * kPanel];
       const std::int64_t before = (panel.group_end - 1 - panel.group_begin) * task.weight.group / 4;
-      spread_codes<S, false>(panel.codes, before + quads_of(task, panel.group_end - 1), panel.table, spread);
+      spread_codes<S>(panel.codes, before + quads_of(task, panel.group_end - 1), panel.table, spread);
       panel.codes = spread;
       return int_rows<Store::bytes, K>(task, panel, running);
     }

@@ -197,8 +197,8 @@ class IntTiles {
   void columns(std::int64_t first, std::int64_t last, bool whole) {
     const unsigned char* stored = base_ + first / 4 * kQuadBytes<S>;
     codes_ = stored;
-    if constexpr (S != Store::bytes || Z == Zero::none) {
-      spread_codes<S, S == Store::bytes && Z == Zero::none>(stored, (last - first) / 4, table_, spread_);
+    if constexpr (S != Store::bytes) {
+      spread_codes<S>(stored, (last - first) / 4, table_, spread_);
       codes_ = spread_;
     }
     const std::int64_t blocks = (task_.rows + 2 * height_ - 1) / (2 * height_);
