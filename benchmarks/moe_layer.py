@@ -13,6 +13,7 @@ import argparse
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def engines(threads: int, kt_python: str) -> list[Engine]:
 class Contest:
     """Rounds of one shape. `times`: seconds by (engine, tokens), one median a round."""
 
-    def __init__(self, shape: str, engines: list[Engine], threads: int, rows: list[int]) -> None:
+    def __init__(self, shape: str, engines: list[Engine], threads: int, rows: Sequence[int] = TOKENS) -> None:
         self.shape, self.engines, self.threads, self.rows = shape, engines, threads, rows
         self.fleet = Fleet(psutil.virtual_memory().available - 2_000_000_000)
         self.times: dict[tuple[str, int], list[float]] = {}
@@ -153,7 +154,7 @@ def main() -> None:
             parser.error(f"{', '.join(sorted(unknown))}: there is {', '.join(engine.name for engine in available)}")
         available = [engine for engine in available if engine.name in wanted]
     for shape in arguments.shape or ["v2-lite", "v3"]:
-        contest = Contest(shape, available, arguments.threads, arguments.rows or list(TOKENS))
+        contest = Contest(shape, available, arguments.threads, arguments.rows or TOKENS)
         contest.run(arguments.rounds, Console(stderr=True))
         print(contest.markdown())
 
