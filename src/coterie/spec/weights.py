@@ -115,7 +115,7 @@ GroupChoice = Literal["auto", 16, 32, 64, 128]
 
 OWN_GROUPS = {"int8": 128, "int4": 32}
 """Inputs that share a scale if nothing else is asked for. Codes of 8 bits lose next to nothing in groups of 128, which
-products read and scale faster; those of 4 bits would lose a sixth more (docs/quantization.md)."""
+products read and scale faster (docs/quantization.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@
 // int8: exact sums leave the tiles at the end of each scale group and are scaled as in igemm.h, so the bits are those
 // of the vector kernels. bf16: weights times activations rounded to bf16, in the one order of the instruction (32
 // columns at a time: even and odd columns in two chains, then sum + (even + odd)); few rows run through chain_block,
-// vector code of exactly that order. A task's tiles have nearly its rows' number in common: those of the last may go past
-// its rows, so inputs have kTileSlack rows of room behind.
+// vector code of exactly that order. The row tiles of a task are of one height; the last may go past its rows, so inputs
+// have kTileSlack rows of room behind.
 
 constexpr std::int64_t kTileBlock = 2 * kTileRows;  // rows, at most
 constexpr std::int64_t kFewIntRows = 8;             // up to so many the vector kernel is as fast: memory is the limit
